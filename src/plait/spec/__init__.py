@@ -1,0 +1,1 @@
+"""WHAT: frozen, validated data that describes a run. No torch, no devices, no files but TOML."""

@@ -1,0 +1,82 @@
+"""The one tree of exceptions. Each error says the thing with its two numbers, and a hint says the way out.
+
+Exit codes live here too: 2 for the user's mistakes (found before anything starts), 1 for failures while running.
+`assert` stays for our own bugs; nothing in this file imports anything of plait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class PlaitError(Exception):
+    """Root of every exception that plait raises on purpose.
+
+    `message` names the thing and its numbers; `hint` names the way out (may be empty).
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message if not hint else f"{message}\n{hint}")
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(PlaitError):
+    """The user's mistake: a wrong key, file, value or combination. Raised before any process starts; exit code 2."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One reason why a run is refused: the full key, what is wrong with its two numbers, and the nearest way out."""
+
+    key: str
+    problem: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.problem}" + (f" ({self.fix})" if self.fix else "")
+
+
+class InvalidRun(UsageError):
+    """A run that cannot be: every violation at once, never only the first."""
+
+    def __init__(self, violations: Iterable[Violation], source: str = "") -> None:
+        self.violations = tuple(violations)
+        assert self.violations, "InvalidRun needs at least one violation"
+        head = f"{source}: " if source else ""
+        lines = [str(v) for v in self.violations]
+        message = head + (lines[0] if len(lines) == 1 else f"{len(lines)} problems\n  " + "\n  ".join(lines))
+        super().__init__(message)
+
+
+class InvalidSchedule(PlaitError):
+    """A list of pipeline actions that is incomplete, unpaired, or would never end."""
+
+
+class DataError(UsageError):
+    """A data file that is missing, malformed, or too small for what is asked of it (available and needed are named)."""
+
+
+class RankFailed(PlaitError):
+    """A local job ended because one rank failed: `rank`, `step` and `cause` of the first to fail, then the followers."""
+
+    def __init__(self, rank: int, step: int | None, cause: str, details: str = "") -> None:
+        where = f"rank {rank}" + (f", step {step}" if step is not None else "")
+        super().__init__(f"{where}: {cause}", details)
+        self.rank, self.step, self.cause, self.details = rank, step, cause, details
+
+
+class TrainingStopped(PlaitError):
+    """Training met a state it must not go on from (a loss or a gradient that is not finite); all ranks stop together."""
+
+
+class MissingExtra(UsageError):
+    """A command needs an optional part of the package that is not installed."""
+
+    def __init__(self, needed_for: str, extra: str) -> None:
+        super().__init__(f"{needed_for} needs plait[{extra}], which is not installed", f"pip install 'plait[{extra}]'")
