@@ -1,0 +1,119 @@
+"""`place(model, layout, zero)`: the placement record of every tensor.
+
+Gradient reduction, norm, clipping, initialisation, decay groups, checkpoints, proof and the memory table read these
+records; nothing else computes a cut. No torch, no process group: a rank is a number here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from plait.placement.cuts import CUTS, Rectangle, area, piece
+from plait.placement.stages import StageMap, stage_map
+from plait.spec.layout import Layout
+from plait.spec.model import ModelSpec, TensorSpec
+from plait.spec.run import ZeroSpec
+
+
+@dataclass(frozen=True)
+class ZeroSlice:
+    """The part of a local rectangle, read as one flat row of elements, that a rank owns under ZeRO.
+
+    Every rank of the shard group has the same length; `padding` elements at the end of the last ones hold nothing.
+    """
+
+    start: int
+    stop: int
+    padding: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one tensor is.
+
+    `stages` hold it; `dim` is cut over group `over` (None: whole); its gradient is a partial sum over each group of
+    `partial`, in the order in which they are reduced; `copies` ranks of the world hold an identical rectangle.
+    """
+
+    tensor: TensorSpec
+    layout: Layout
+    holders: tuple[int, ...]  # pp coordinates
+    stages: tuple[int, ...]
+    dim: int | None
+    over: str
+    partial: tuple[str, ...]
+    zero_stage: int = 0
+
+    @cached_property
+    def copies(self) -> int:
+        pieces = 1 if self.dim is None else self.layout.size(self.over)
+        return len(self.holders) * self.layout.ranks_per_stage // pieces
+
+    @property
+    def decays(self) -> bool:
+        """Weight decay is for matrices, not for norms and biases."""
+        return len(self.tensor.shape) > 1
+
+    def held_by(self, rank: int) -> bool:
+        return self.layout.coordinates(rank).pp in self.holders
+
+    def rectangle(self, rank: int) -> Rectangle:
+        """What `rank` holds of the global tensor; a rank of another stage holds nothing and asking is a bug."""
+        assert self.held_by(rank), f"rank {rank} does not hold {self.tensor.name}"
+        whole: list[tuple[int, int]] = [(0, size) for size in self.tensor.shape]
+        if self.dim is not None:
+            at = self.layout.coordinates(rank)
+            index = int(getattr(at, self.over))
+            whole[self.dim] = piece(self.tensor.shape[self.dim], self.layout.size(self.over), index)
+        return tuple(whole)
+
+    def shape(self, rank: int) -> tuple[int, ...]:
+        """The local shape."""
+        return tuple(stop - start for start, stop in self.rectangle(rank))
+
+    def first_copy(self, rank: int) -> bool:
+        """Whether `rank` is the one of its identical copies that speaks for all (a file's writer, a sum's term)."""
+        at = self.layout.coordinates(rank)
+        along_tp = at.tp if self.dim is None else at.copy if self.over == "kv" else 0
+        return (at.pp, at.dp, at.cp, along_tp) == (self.holders[0], 0, 0, 0)
+
+    def zero_slice(self, rank: int) -> ZeroSlice:
+        """The owned part of the local rectangle: contiguous, equal lengths, padded at the end."""
+        size, shards = area(self.rectangle(rank)), self.layout.size("shard")
+        length = -(-size // shards)
+        start = min(size, self.layout.coordinates(rank).shard * length)
+        stop = min(size, start + length)
+        return ZeroSlice(start, stop, length - (stop - start))
+
+
+Placements = Mapping[str, Placement]
+
+
+def place(model: ModelSpec, layout: Layout, zero: ZeroSpec, stages: StageMap | None = None) -> dict[str, Placement]:
+    """One record per tensor of `model.parameters()`, by global name, in that order."""
+    stages = stages or stage_map(model, layout)
+    return {t.name: _placement(t, layout, zero, stages) for t in model.parameters()}
+
+
+def _placement(tensor: TensorSpec, layout: Layout, zero: ZeroSpec, stages: StageMap) -> Placement:
+    cut = CUTS[tensor.role]
+    held = stages.holding(tensor)
+    holders = tuple(dict.fromkeys(stages.owner[stage] for stage in held))
+    partial = ("dp_cp", *cut.partial)
+    if layout.sequence_parallel:
+        partial += cut.partial_split
+    if len(holders) > 1:
+        partial += ("tied",)
+    return Placement(tensor, layout, holders, held, cut.dim, cut.over, partial, zero.stage)
+
+
+def homes(placements: Placements, rank: int) -> dict[str, tuple[Placement, ...]]:
+    """Module parameter -> the tensors that it holds on this rank, stacked along dim 0 in this order."""
+    found: dict[str, tuple[Placement, ...]] = {}
+    for placement in placements.values():
+        if placement.held_by(rank):
+            home = placement.tensor.home
+            found[home] = (*found.get(home, ()), placement)
+    return found

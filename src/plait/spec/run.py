@@ -1,0 +1,143 @@
+"""RunSpec: one description of a run, section by section as they stand in `run.toml`.
+
+`RunSpec()` is the built-in run: a byte-level Llama on the text of Python's own standard library. What needs several
+sections at once (does the batch divide?) is judged in `fit.py`; what this version lacks is listed in `available.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, Strict
+
+from plait.spec.base import Spec
+from plait.spec.layout import AXES
+from plait.spec.model import ModelSpec
+from plait.spec.presets import PRESETS
+
+Texts = Annotated[tuple[str, ...], Strict(False)]  # TOML has lists, a frozen value has tuples
+DType = Literal["float32", "bfloat16", "float16", "float64"]
+
+
+class LayoutSpec(Spec):
+    """[layout]: the degree of every axis; `dp` left out follows from the world."""
+
+    mode: Literal["manual", "auto"] = "manual"
+    tp: int = Field(1, ge=1)
+    pp: int = Field(1, ge=1)
+    dp: int | None = Field(None, ge=1)
+    cp: int = Field(1, ge=1)
+    ep: int = Field(1, ge=1)
+    etp: int = Field(1, ge=1)
+    ulysses: int = Field(1, ge=1)
+    sequence_parallel: bool = False
+    order: Texts = AXES
+
+
+class ScheduleSpec(Spec):
+    """[schedule]: the pipeline schedule by name, stages per device, or a file of actions."""
+
+    name: str = "1f1b"
+    chunks: int = Field(1, ge=1)
+    file: str | None = None
+
+
+class BatchSpec(Spec):
+    """[batch]: sequences per step, sequences per micro-batch, tokens per sequence."""
+
+    global_size: int = Field(32, ge=1)
+    micro_size: int = Field(4, ge=1)
+    sequence: int = Field(128, ge=1)
+
+
+class ZeroSpec(Spec):
+    """[zero]: what data-parallel ranks shard (0 nothing, 1 optimizer, 2 + gradients, 3 + weights), and how widely."""
+
+    stage: int = Field(0, ge=0, le=3)
+    shard: Annotated[int, Field(ge=1)] | Literal["all", "node"] = "all"
+    keep: bool = False
+
+
+class PrecisionSpec(Spec):
+    """[precision]: "float32" of accumulation and reduction means the wider of float32 and the compute dtype."""
+
+    compute: DType = "float32"
+    grad_accumulate: DType = "float32"
+    grad_reduce: DType = "float32"
+
+
+class RecomputeSpec(Spec):
+    """[recompute]: which activations are computed again in backward, and in how many blocks of each stage."""
+
+    mode: Literal["none", "full", "selective"] | Texts = "none"
+    layers: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
+
+
+class OptimSpec(Spec):
+    """[optim]: update n (from 1) uses lr(n); after the last update the LR stands at `lr · final`."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = Field(3e-3, ge=0)
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    warmup: int = Field(30, ge=0)
+    decay: int = Field(0, ge=0)  # wsd: the last steps, in which the LR falls
+    final: float = Field(0.1, ge=0, le=1)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    momentum: float = Field(0.0, ge=0, lt=1)  # sgd
+    weight_decay: float = Field(0.1, ge=0)
+    clip: float = Field(1.0, ge=0)  # the largest gradient norm; 0: no clipping
+
+
+class DataSpec(Spec):
+    """[data]: where text or tokens come from, and what stands between documents."""
+
+    source: Literal["builtin", "text", "jsonl", "parquet", "tokens", "synthetic"] = "builtin"
+    files: Texts = ()
+    tokenizer: str | None = None  # a Hugging Face tokenizer.json; none: bytes, 256 ends a document
+    field: str = "text"
+    mask_field: str | None = None
+    token_dtype: Literal["uint16", "uint32"] = "uint16"
+    separator: Literal["eos", "none"] = "eos"
+    mask_documents: bool = False
+    validation: float = Field(0.05, ge=0, lt=1)
+    cache: str | None = None
+
+
+class TrainSpec(Spec):
+    """[train]: how long, from which seed, where to, and how often the run looks up from its work."""
+
+    steps: int = Field(300, ge=1)
+    seed: int = Field(1, ge=0, lt=2**31)
+    run_dir: str | None = None
+    resume: str | None = None
+    log_every: int = Field(10, ge=1)
+    eval_every: int = Field(0, ge=0)  # 0: at the end only
+    eval_batches: int = Field(8, ge=0)
+    sample: int = Field(0, ge=0)  # tokens of text to sample at the end
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    tensorboard: bool = False
+
+
+class CheckpointSpec(Spec):
+    """[checkpoint]: save every so many steps (0: never), and how many to keep."""
+
+    every: int = Field(0, ge=0)
+    keep: int = Field(3, ge=1)
+
+
+class RunSpec(Spec):
+    """A whole run. Every section and every key has a default; together they are the built-in run."""
+
+    model: ModelSpec = PRESETS["builtin"]
+    layout: LayoutSpec = LayoutSpec()
+    schedule: ScheduleSpec = ScheduleSpec()
+    batch: BatchSpec = BatchSpec()
+    zero: ZeroSpec = ZeroSpec()
+    precision: PrecisionSpec = PrecisionSpec()
+    recompute: RecomputeSpec = RecomputeSpec()
+    optim: OptimSpec = OptimSpec()
+    data: DataSpec = DataSpec()
+    train: TrainSpec = TrainSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
