@@ -1,3 +1,33 @@
-"""plait: train transformer language models split along every axis, and prove that the split equals one device."""
+"""plait: train transformer language models split along every axis, and prove that the split equals one device.
+
+The public names are found on first use, so that `import plait` costs nothing and needs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from plait.spec.layout import Layout as Layout
+    from plait.spec.load import load as load
+    from plait.spec.run import RunSpec as RunSpec
 
 __version__ = "0.1.0"
+
+# Name -> the module that defines it.
+_HOMES = {
+    "Layout": "plait.spec.layout",
+    "RunSpec": "plait.spec.run",
+    "load": "plait.spec.load",
+}
+
+__all__ = ["Layout", "RunSpec", "__version__", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'plait' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,93 @@
+"""The command `plait`: finds the command asked for, imports that one only, and turns exceptions into exit codes.
+
+Nothing here may import torch, numpy or a package of plait beyond the exceptions: `plait --help` answers at once. Exit
+codes: 0 well, 1 failed, 2 the user's mistake, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated
+
+import typer
+
+from plait import __version__
+from plait.spec.errors import PlaitError, UsageError
+
+# Command -> its line in the help. `plait.cli.<command>` defines a function of the same name.
+COMMANDS = {
+    "train": "Train a model on any split: local processes, or the job that torchrun started.",
+    "verify": "Prove that a split computes what one device computes.",
+    "show": "Show who holds what, the pipeline's timeline, or where the memory goes.",
+}
+# What this version does not have yet; a row goes when its mechanism comes.
+LATER_COMMANDS = ("plan", "measure", "convert")
+LATER_FLAGS = {"train": ("--from", "--restarts"), "verify": ("--world", "--ranks"), "show": ("--html", "--trace")}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` (default: the process's own arguments) asks for; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"] or ["--help"]
+    command = next((argument for argument in arguments if not argument.startswith("-")), "")
+    try:
+        _refuse_later(command, arguments)
+        return _application(command)(arguments, prog_name="plait", standalone_mode=False) or 0
+    except PlaitError as error:
+        if debug:
+            raise
+        return _report(error.message, error.hint, error.exit_code)
+    except typer.TyperException as error:  # an unknown command or flag, a value of the wrong type
+        help_of = f"plait {command} --help" if command in COMMANDS else "plait --help"
+        return _report(error.format_message(), help_of, error.exit_code)
+
+
+def _refuse_later(command: str, arguments: Sequence[str]) -> None:
+    if command in LATER_COMMANDS:
+        raise UsageError(f"plait {command} is not available in this version", "there are: " + ", ".join(COMMANDS))
+    given = {argument.partition("=")[0] for argument in arguments}
+    for flag in LATER_FLAGS.get(command, ()):
+        if flag in given:
+            raise UsageError(f"plait {command} {flag} is not available in this version")
+
+
+def _application(asked: str) -> typer.Typer:
+    """All commands by name; only the one asked for is imported, the others are lines in the help."""
+    application = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    application.callback()(_plait)
+    for name, line in COMMANDS.items():
+        command = getattr(import_module(f"plait.cli.{name}"), name) if name == asked else _unasked
+        application.command(name, short_help=line)(command)
+    return application
+
+
+def _unasked() -> None:
+    raise AssertionError("a command that was not asked for cannot run")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"plait {__version__}")
+        raise typer.Exit
+
+
+def _plait(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; stands anywhere.")] = False,
+) -> None:
+    """Train transformer language models split along every axis, and prove that the split equals one device.
+
+    A run is a TOML file, changed by section.key=value; without a file it is the built-in run.
+    """
+
+
+def _report(message: str, hint: str, exit_code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)
+    return exit_code

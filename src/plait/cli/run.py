@@ -1,0 +1,41 @@
+"""What the commands share: the words after a command become a RunSpec here, and nowhere else.
+
+Light enough for `plait train --help`: no torch, no numpy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from plait.spec.errors import UsageError
+from plait.spec.load import load
+from plait.spec.run import RunSpec
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN.toml] [SECTION.KEY=VALUE]...",
+        help="A run file (none: the built-in run), then overrides such as layout.tp=2.",
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else.")]
+
+# A file may have an equals sign in its name, a key has no slash.
+_OVERRIDE = re.compile(r"[\w.-]+=")
+
+
+def read_run(words: Sequence[str] | None) -> RunSpec:
+    """The run that the words describe: at most one file, and overrides applied in their order.
+
+    Raises UsageError for a second file, and what `load` raises for a run that cannot be.
+    """
+    overrides = [word for word in words or () if _OVERRIDE.match(word)]
+    files = [word for word in words or () if not _OVERRIDE.match(word)]
+    if len(files) > 1:
+        raise UsageError(f"{len(files)} run files, at most 1: {', '.join(files)}", "an override is section.key=value")
+    return load(files[0] if files else None, overrides)

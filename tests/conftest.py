@@ -1,0 +1,29 @@
+"""What every test gets: one thread, torch imported before ranks are forked, and markers.
+
+A test's time limit is set in pyproject.toml; proofs get a longer one here.
+"""
+
+import contextlib
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: eight ranks share the machine
+
+import pytest
+
+with contextlib.suppress(ImportError):  # the tests of the torch-free packages run in a base installation too
+    import torch
+
+    torch.set_num_threads(1)  # forked ranks start from one warm, single-threaded process
+
+PROOF_TIMEOUT = 1800  # seconds
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device (pytest -m gpu)")
+    config.addinivalue_line("markers", "proof: long; make proof runs it, make test does not")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("proof") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(PROOF_TIMEOUT))
