@@ -1,9 +1,11 @@
 # Everything goes through .venv, which the first target that needs it makes. Needs Python >= 3.11 and nothing else.
 #   make demo PYTHON=/path/to/python3.12     picks the interpreter of a new .venv
 
-RECENT := import sys; sys.exit(sys.version_info < (3, 11))
-CANDIDATES := python3 python3.14 python3.13 python3.12 python3.11
-PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell $(p) -c '$(RECENT)' 2>/dev/null && echo $(p))))
+REQUIRE := import sys; v = sys.version_info; v < (3, 11) and sys.exit("plait needs Python 3.11 or newer, \
+%s is %d.%d: name a newer one, make PYTHON=/path/to/python3.11" % (sys.executable, v[0], v[1]))
+NAMES := python3 python3.14 python3.13 python3.12 python3.11
+RECENT = $(foreach name,$(NAMES),$(shell $(name) -c '$(REQUIRE)' 2>/dev/null && echo $(name)))
+PYTHON ?= $(or $(firstword $(RECENT)),python3)
 BIN := .venv/bin
 STAMP := .venv/installed
 
@@ -46,8 +48,7 @@ bench: $(STAMP)
 
 # The stamp is written last: an interrupted installation starts again.
 $(STAMP): pyproject.toml constraints.txt
-	@$(or $(PYTHON),false) -c '$(RECENT)' 2>/dev/null || \
-	  { echo "plait needs Python 3.11 or newer, found $(if $(PYTHON),$(PYTHON) = )$$($(or $(PYTHON),python3) -V 2>&1 | tail -1): make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c '$(REQUIRE)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
