@@ -120,6 +120,10 @@ class ModelSpec(BaseModel):
         """Every weight and persistent buffer, in model order: embedding, blocks 0 … layers-1, head."""
         return _listing(self)
 
+    def homes(self) -> dict[str, tuple[TensorSpec, ...]]:
+        """The listing grouped by the module parameter that holds each tensor, in stacking order."""
+        return _homes(self)
+
     def parameter_count(self) -> int:
         """Number of trained elements; a tied tensor counts once."""
         return sum(t.size for t in self.parameters() if t.kind == "weight")
@@ -129,6 +133,14 @@ class ModelSpec(BaseModel):
 def _listing(spec: ModelSpec) -> tuple[TensorSpec, ...]:
     blocks = (t for layer in range(spec.layers) for t in _block(spec, layer))
     return (*_embedding(spec), *blocks, *_head(spec))
+
+
+@lru_cache(maxsize=64)
+def _homes(spec: ModelSpec) -> dict[str, tuple[TensorSpec, ...]]:
+    homes: dict[str, tuple[TensorSpec, ...]] = {}
+    for tensor in spec.parameters():
+        homes[tensor.home] = (*homes.get(tensor.home, ()), tensor)
+    return homes
 
 
 def _embedding(spec: ModelSpec) -> Iterator[TensorSpec]:
