@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error.message, error.hint, error.exit_code)
     except typer.TyperException as error:  # an unknown command or flag, a value of the wrong type
         help_of = f"plait {command} --help" if command in COMMANDS else "plait --help"
-        return _report(error.format_message(), help_of, error.exit_code)
+        return _report(" ".join(error.format_message().split()), help_of, error.exit_code)
 
 
 def _refuse_later(command: str, arguments: Sequence[str]) -> None:

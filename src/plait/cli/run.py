@@ -18,7 +18,7 @@ from plait.spec.run import RunSpec
 Words = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[RUN.toml] [SECTION.KEY=VALUE]...",
+        metavar="RUN.toml | KEY=VALUE",
         help="A run file (none: the built-in run), then overrides such as layout.tp=2.",
         show_default=False,
     ),

@@ -10,7 +10,9 @@ from plait.cli.run import Json, Words, read_run
 
 
 def show(
-    what: Annotated[Literal["layout", "schedule", "memory"], typer.Argument(show_default=False, help="The picture.")],
+    what: Annotated[
+        Literal["layout", "schedule", "memory"], typer.Argument(metavar="WHAT", show_default=False, help="The picture.")
+    ],
     words: Words = None,
     as_json: Json = False,
 ) -> None:

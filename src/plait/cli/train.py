@@ -15,7 +15,8 @@ from plait.cli.run import Json, Words, read_run
 def train(
     words: Words = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Local processes; default: the product of the axes.", show_default=False)
+        int | None,
+        typer.Option(min=1, metavar="N", help="Local processes; default: the product of the axes.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:

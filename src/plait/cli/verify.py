@@ -21,7 +21,7 @@ def verify(
     random: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Draw N legal runs and check each.", show_default=False)
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws of --random.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="S", help="Seed of the draws of --random.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Prove that a split computes what one device computes: loss, every gradient, norm, weights after 3 SGD steps."""
