@@ -1,0 +1,156 @@
+"""Weights under Hugging Face names, by table: one row per kind of tensor, one table per family of spec/families.py.
+
+Reads and writes mappings of names to tensors; files are someone else's. Every name is accounted for: what is missing,
+unknown or contradictory stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plait.models.decoder import Decoder, logical_tensors
+from plait.spec.errors import DataError
+from plait.spec.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class Row:
+    """Our tensors, stacked along dim 0, are theirs; transposed where theirs is stored (inputs, outputs).
+
+    `{i}` stands for the layer and `{p}` for weight or bias.
+    """
+
+    ours: tuple[str, ...]
+    theirs: str
+    transposed: bool = False
+
+
+def _llama(ours: str, theirs: str) -> Row:
+    return Row((f"blocks.{{i}}.{ours}.{{p}}",), f"model.layers.{{i}}.{theirs}.{{p}}")
+
+
+def _gpt2(ours: str, theirs: str, transposed: bool = True) -> Row:
+    return Row(
+        tuple(f"blocks.{{i}}.{o}.{{p}}" for o in ours.split()), f"transformer.h.{{i}}.{theirs}.{{p}}", transposed
+    )
+
+
+_LLAMA = (
+    Row(("embedding.tokens.weight",), "model.embed_tokens.weight"),
+    _llama("attention_norm", "input_layernorm"),
+    _llama("attention.q", "self_attn.q_proj"),
+    _llama("attention.k", "self_attn.k_proj"),
+    _llama("attention.v", "self_attn.v_proj"),
+    _llama("attention.q_norm", "self_attn.q_norm"),
+    _llama("attention.k_norm", "self_attn.k_norm"),
+    _llama("attention.out", "self_attn.o_proj"),
+    _llama("mlp_norm", "post_attention_layernorm"),
+    _llama("mlp.gate", "mlp.gate_proj"),
+    _llama("mlp.up", "mlp.up_proj"),
+    _llama("mlp.down", "mlp.down_proj"),
+    Row(("head.norm.weight",), "model.norm.weight"),
+    Row(("head.projection.weight",), "lm_head.weight"),
+)
+_GPT2 = (
+    Row(("embedding.tokens.weight",), "transformer.wte.weight"),
+    Row(("embedding.positions.weight",), "transformer.wpe.weight"),
+    _gpt2("attention_norm", "ln_1", False),
+    _gpt2("attention.q attention.k attention.v", "attn.c_attn"),
+    _gpt2("attention.out", "attn.c_proj"),
+    _gpt2("mlp_norm", "ln_2", False),
+    _gpt2("mlp.up", "mlp.c_fc"),
+    _gpt2("mlp.down", "mlp.c_proj"),
+    Row(("head.norm.{p}",), "transformer.ln_f.{p}"),
+    Row(("head.projection.weight",), "lm_head.weight"),
+)
+NAMES: dict[str, tuple[Row, ...]] = {
+    "gpt2": _GPT2,
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+}
+
+_HEAD = "lm_head.weight"
+# Buffers that old files carry; they follow from the spec.
+_DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+def from_hf(state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
+    """Tensors under our global names. Raises DataError naming what is missing, left over, or of another shape."""
+    state = _with_prefix(state, spec)
+    if spec.tied:
+        state = _fill_tied(state, spec)
+    ours: dict[str, Tensor] = {}
+    shapes = {t.name: t.shape for t in spec.parameters()}
+    rows = list(_rows(spec))
+    _refuse("lacks", [row.theirs for row in rows if row.theirs not in state])
+    _refuse("has unknown tensors", state.keys() - {row.theirs for row in rows})
+    for row in rows:
+        theirs = state[row.theirs].T if row.transposed else state[row.theirs]
+        wanted = (sum(shapes[name][0] for name in row.ours), *shapes[row.ours[0]][1:])
+        if tuple(theirs.shape) != wanted:
+            raise DataError(f"{row.theirs} is {tuple(theirs.shape)} as stacked rows, and the model needs {wanted}")
+        ours |= zip(row.ours, torch.split(theirs, [shapes[name][0] for name in row.ours]), strict=True)
+    return ours
+
+
+def to_hf(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
+    """The inverse: tensors under Hugging Face names. A tied head is written once, as the embedding."""
+    theirs = {}
+    for row in _rows(spec):
+        whole = torch.cat([tensors[name] for name in row.ours])
+        theirs[row.theirs] = (whole.T if row.transposed and whole.dim() == 2 else whole).contiguous()
+    return theirs
+
+
+@torch.no_grad()
+def load_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
+    """Fill a whole Decoder in place from tensors under our global names."""
+    held = logical_tensors(model.spec, dict(model.named_parameters()))
+    _refuse("lacks", held.keys() - tensors.keys())
+    for name, value in held.items():
+        value.copy_(tensors[name])
+
+
+def _rows(spec: ModelSpec) -> Iterator[Row]:
+    """The family's rows with layer and kind filled in, in so far as the model has them."""
+    names = {t.name for t in spec.parameters()}
+    for row in NAMES[spec.family]:
+        layers = range(spec.layers) if "{i}" in row.theirs else (0,)
+        kinds = ("weight", "bias") if "{p}" in row.theirs else ("",)
+        for i in layers:
+            for p in kinds:
+                ours = tuple(name.format(i=i, p=p) for name in row.ours)
+                if names.issuperset(ours):
+                    yield Row(ours, row.theirs.format(i=i, p=p), row.transposed and p != "bias")
+
+
+def _with_prefix(state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
+    """Names as a causal language model has them: files of the bare body lack the first word."""
+    prefix = NAMES[spec.family][0].theirs.split(".")[0] + "."
+    state = {name: value for name, value in state.items() if not name.endswith(_DERIVED)}
+    if any(name.startswith(prefix) for name in state):
+        return state
+    return {name if name == _HEAD else prefix + name: value for name, value in state.items()}
+
+
+def _fill_tied(state: dict[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
+    """Either place of a tied tensor will do; two different values contradict the spec."""
+    table = NAMES[spec.family][0].theirs
+    head, embedding = state.pop(_HEAD, None), state.get(table)
+    if head is not None and embedding is not None and not torch.equal(head, embedding):
+        raise DataError(f"{_HEAD} and {table} differ, and model.tied says that they are one", "set model.tied=false")
+    if embedding is None and head is not None:
+        state[table] = head
+    return state
+
+
+def _refuse(what: str, names: Iterable[str]) -> None:
+    if names := sorted(names):
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise DataError(f"the file of weights {what}: {', '.join(names[:5])}{more}")
