@@ -1,0 +1,98 @@
+"""Hugging Face configs as ModelSpecs: round trips, and refusals that name the key."""
+
+from __future__ import annotations
+
+import pytest
+from plait.spec.errors import InvalidRun
+from plait.spec.families import FAMILIES, from_hf_config, to_hf_config
+from plait.spec.model import ModelSpec, RopeScaling
+from plait.spec.presets import PRESETS
+
+LLAMA = to_hf_config(PRESETS["llama-tiny"])
+GPT2 = to_hf_config(PRESETS["gpt2-tiny"])
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_survives_the_way_out_and_back(name: str) -> None:
+    assert from_hf_config(to_hf_config(PRESETS[name])) == PRESETS[name]
+
+
+def test_every_family_has_a_tiny_preset() -> None:
+    assert {PRESETS[f"{family}-tiny"].family for family in FAMILIES} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        {"rope_theta": 500000.0, "rope_scaling": {"type": "llama3", **LLAMA3}},
+        {"rope_theta": None, "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3}},
+    ],
+)
+def test_both_spellings_of_rope_scaling_are_one(rope: dict[str, object]) -> None:
+    spec = from_hf_config({**LLAMA, **rope})
+    assert spec.rope_theta == 500000.0
+    assert spec.rope_scaling == RopeScaling(kind="llama3", factor=8.0, original_max_positions=8192)
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({**LLAMA, "model_type": "mamba"}, "mamba"),
+        ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config"),
+        ({**LLAMA, "hidden_act": "relu"}, "hidden_act"),
+        ({**LLAMA, "hidden_size": None}, "hidden_size"),
+        ({**LLAMA, "num_key_value_heads": 3}, "kv_heads"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, "rope_scaling.beta"),
+        ({**GPT2, "embd_pdrop": 0.5}, "embd_pdrop"),
+        ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ({**GPT2, "rope_theta": 10000.0}, "rope_theta"),
+        ({**to_hf_config(PRESETS["qwen2-tiny"]), "use_sliding_window": True}, "use_sliding_window"),
+        ({**to_hf_config(PRESETS["qwen3-tiny"]), "layer_types": ["full_attention", "linear"]}, "layer_types"),
+    ],
+)
+def test_what_plait_cannot_build_is_refused_by_name(config: dict[str, object], key: str) -> None:
+    with pytest.raises(InvalidRun, match=key):
+        from_hf_config(config)
+
+
+def test_all_refusals_are_listed_together() -> None:
+    with pytest.raises(InvalidRun) as refusal:
+        from_hf_config({**LLAMA, "hidden_act": "relu", "vocab_size": None, "alibi": True})
+    assert {v.key for v in refusal.value.violations} == {"hidden_act", "vocab_size", "alibi"}
+
+
+def test_keys_a_file_may_lack_have_their_family_s_meaning() -> None:
+    def without(config: dict[str, object], *keys: str) -> ModelSpec:
+        return from_hf_config({key: value for key, value in config.items() if key not in keys})
+
+    assert without(LLAMA, "num_key_value_heads").kv_heads == 4
+    assert without(LLAMA, "head_dim").head_dim == 8
+    assert without(LLAMA, "rope_theta").rope_theta == 10000.0
+    assert without(GPT2, "n_inner").ffn == 4 * 32
+    assert without(GPT2, "tie_word_embeddings").tied
+    mistral = to_hf_config(PRESETS["mistral-tiny"])
+    assert without(mistral, "sliding_window").window == 4096
+    assert from_hf_config({**mistral, "sliding_window": None}).window is None
+    assert without(to_hf_config(PRESETS["qwen3-tiny"]), "head_dim").head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("preset", "change", "key"),
+    [
+        ("llama-tiny", {"window": 8}, "model.window"),
+        ("llama-tiny", {"qkv_bias": True}, "model.qkv_bias"),
+        ("llama-tiny", {"qk_norm": True}, "model.qk_norm"),
+        ("llama-tiny", {"mlp": "gelu"}, "model.mlp"),
+        ("gpt2-tiny", {"norm": "rms"}, "model.norm"),
+        ("gpt2-tiny", {"head_dim": 16}, "model.head_dim"),
+    ],
+)
+def test_a_field_that_a_family_cannot_express_is_refused_by_name(
+    preset: str, change: dict[str, object], key: str
+) -> None:
+    with pytest.raises(InvalidRun, match=key):
+        to_hf_config(PRESETS[preset].model_copy(update=change))
