@@ -45,6 +45,11 @@ class Batch(NamedTuple):
             None if self.documents is None else self.documents[start:stop],
         )
 
+    def to(self, device: torch.device) -> Batch:
+        """The same rows on a device."""
+        moved = [None if x is None else x.to(device, non_blocking=True) for x in self]
+        return Batch(*moved)  # type: ignore[arg-type]
+
     def valid_labels(self) -> int:
         """How many labels are trained."""
         return int((self.labels != IGNORED).sum())

@@ -1,0 +1,212 @@
+"""Every communication of the project, and nothing that knows what is being communicated.
+
+| name               | forward              | backward             | who uses it                                          |
+|--------------------|----------------------|----------------------|------------------------------------------------------|
+| all_gather         | all-gather           | (by the caller)      | column inputs, row output gradients (sequence split) |
+| reduce_scatter     | reduce-scatter       | (by the caller)      | row outputs, column input gradients (sequence split) |
+| all_reduce         | all-reduce           | (by the caller)      | row outputs, column input gradients, cross-entropy   |
+| sum_partial        | all-reduce           | identity             | embedding                                            |
+| scatter_partial    | reduce-scatter       | all-gather           | embedding (sequence split)                           |
+| sum_in_place       | all-reduce           | none                 | gradient buckets, norm and loss, label counts        |
+| send, receive      | point to point       | none                 | pipeline                                             |
+| gather_to_first    | point to point       | none                 | proofs and samples, never on the hot path            |
+
+Inside a block the start/finish pairs are functional operators, which torch.compile traces and a dispatch mode counts:
+`finish` must be called before the tensor is read. Every function is the identity in a group of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # registers the _c10d_functional operators
+from torch import Tensor
+
+_op = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that communicate, as seen by one of them. `process_group` is None in a group of one."""
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int  # index of this process within `ranks`
+    process_group: Any = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def handle(self) -> str:
+        """The name under which torch's operators know the group."""
+        return str(self.process_group.group_name)
+
+    @property
+    def scatters_by_exchange(self) -> bool:
+        """gloo's reduce-scatter is an all-reduce inside and sends twice; exchanging pieces and adding sends once."""
+        return bool(dist.get_backend(self.process_group) == "gloo")
+
+
+# --- functional pairs over one dim ---------------------------------------------------------------------------------
+
+
+def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
+    """Begin the sum (or "max") of x over the group; the result has x's shape."""
+    return x if group.size == 1 else _op.all_reduce(x, op, group.handle)
+
+
+def finish_all_reduce(x: Tensor, group: Group) -> Tensor:
+    """The sum, ready to be read."""
+    return x if group.size == 1 else _op.wait_tensor(x)
+
+
+def start_all_gather(x: Tensor, group: Group) -> Tensor:
+    """Begin to gather (A, T/n, …) from n ranks; the pending tensor is (n·A, T/n, …)."""
+    return x if group.size == 1 else _op.all_gather_into_tensor(x.contiguous(), group.size, group.handle)
+
+
+def finish_all_gather(x: Tensor, group: Group) -> Tensor:
+    """The pieces side by side along dim 1: (A, T, …)."""
+    if group.size == 1:
+        return x
+    n, x = group.size, _op.wait_tensor(x)
+    pieces = x.view(n, x.shape[0] // n, *x.shape[1:])  # (n, A, T/n, …)
+    return pieces.transpose(0, 1).reshape(pieces.shape[1], n * pieces.shape[2], *pieces.shape[3:])
+
+
+def start_reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    """Begin to sum (A, T, …) over n ranks, each to keep its piece of dim 1."""
+    if group.size == 1:
+        return x
+    n = group.size
+    pieces = x.unflatten(1, (n, x.shape[1] // n)).transpose(0, 1).contiguous()  # (n, A, T/n, …)
+    if group.scatters_by_exchange:
+        return _op.all_to_all_single(pieces, [1] * n, [1] * n, group.handle)
+    return _op.reduce_scatter_tensor(pieces, "sum", n, group.handle)
+
+
+def finish_reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    """This rank's piece of the sum: (A, T/n, …)."""
+    if group.size == 1:
+        return x
+    pieces = _op.wait_tensor(x)
+    return pieces.sum(0) if group.scatters_by_exchange else pieces[0]
+
+
+def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
+    """start and finish at once."""
+    return finish_all_reduce(start_all_reduce(x, group, op), group)
+
+
+# --- with a backward of their own ----------------------------------------------------------------------------------
+
+
+class _SumPartial(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _ScatterPartial(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return finish_reduce_scatter(start_reduce_scatter(x, group), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return finish_all_gather(start_all_gather(grad, ctx.group), ctx.group), None
+
+
+def sum_partial(x: Tensor, group: Group) -> Tensor:
+    """The sum of partial x over the group; each rank goes on with the same value, so the gradient passes through."""
+    return x if group.size == 1 else _SumPartial.apply(x, group)
+
+
+def scatter_partial(x: Tensor, group: Group) -> Tensor:
+    """The sum of partial x (B, T, …), each rank going on with its piece (B, T/n, …)."""
+    return x if group.size == 1 else _ScatterPartial.apply(x, group)
+
+
+# --- outside blocks ------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Transfer:
+    """Asynchronous work on a tensor that must stay alive and untouched until `wait`."""
+
+    tensor: Tensor
+    works: list[Any]
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        self.works = []
+        return self.tensor
+
+    @property
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+
+def sum_in_place(x: Tensor, group: Group) -> Transfer:
+    """Begin to replace x by its sum over the group."""
+    if group.size == 1:
+        return Transfer(x, [])
+    return Transfer(x, [dist.all_reduce(x, group=group.process_group, async_op=True)])
+
+
+def send(x: Tensor, group: Group, to: int) -> Transfer:
+    """Begin to send x to the `to`-th rank of the group."""
+    x = x.contiguous()
+    return Transfer(x, [dist.isend(x, group=group.process_group, group_dst=to)])
+
+
+def receive(into: Tensor, group: Group, source: int) -> Transfer:
+    """Post a receive from the `source`-th rank of the group into a contiguous tensor."""
+    return Transfer(into, [dist.irecv(into, group=group.process_group, group_src=source)])
+
+
+def gather_to_first(x: Tensor | None, shapes: dict[int, tuple[int, ...]], like: Tensor, group: Group) -> list[Tensor]:
+    """Rank 0 of the group receives a tensor from each rank of `shapes` (in that order); the others get an empty list.
+
+    `x` is this rank's own tensor if it is in `shapes`; `like` gives dtype and device of what is received.
+    """
+    found = []
+    for rank, shape in shapes.items():
+        if group.rank == 0:
+            if rank == 0:
+                assert x is not None
+                found.append(x)
+            else:
+                found.append(receive(like.new_empty(shape), group, rank).wait())
+        elif group.rank == rank:
+            assert x is not None
+            send(x, group, 0).wait()
+    return found
+
+
+def gather_bytes(content: bytes, group: Group) -> list[bytes]:
+    """The bytes of every rank, on every rank. For small reports at the end of a run."""
+    if group.size == 1:
+        return [content]
+    lengths = torch.zeros(group.size, dtype=torch.int64, device=_reporting_device(group))
+    lengths[group.rank] = len(content)
+    longest = int(sum_in_place(lengths, group).wait().max())
+    table = torch.zeros((group.size, longest), dtype=torch.uint8, device=lengths.device)
+    table[group.rank, : len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    sum_in_place(table, group).wait()
+    return [bytes(row[:length].tolist()) for row, length in zip(table.cpu(), lengths.tolist(), strict=True)]
+
+
+def _reporting_device(group: Group) -> str:
+    return "cuda" if dist.get_backend(group.process_group) == "nccl" else "cpu"

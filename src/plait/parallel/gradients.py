@@ -1,0 +1,140 @@
+"""Gradients as flat buffers, and their sums over every group over which they are partial.
+
+What is split: the batch (data and context ranks see other tokens), and whatever the placement records call partial.
+Forward: nothing. Backward: each bucket is summed over dp·cp as soon as the last micro-batch has completed it, while
+backward goes on; what is partial over tp, copies or tied stages too is summed after that, one call per group.
+Replaces no submodule: parameters' `.grad` are views of the buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from plait.parallel import collectives as comm
+from plait.parallel.collectives import Group, Transfer
+from plait.parallel.mesh import Mesh
+from plait.parallel.weights import Held
+from plait.placement import Placement
+
+BUCKET_ELEMENTS = 2**20  # a bucket closes once it holds this many: large enough to hide the latency of a call
+SECOND_GROUPS = ("copies", "tp", "tied")  # summed after dp·cp, in this order on every rank
+
+
+@dataclass
+class Bucket:
+    """Some parameters of a stage whose gradients are one flat tensor, in the order in which backward completes them."""
+
+    parameters: list[nn.Parameter]
+    flat: Tensor
+    waiting: int = 0
+    transfer: Transfer | None = None
+
+
+class Gradients:
+    """The gradients of all stages of this rank."""
+
+    def __init__(self, held: list[Held], mesh: Mesh) -> None:
+        self.held = held
+        self.group = mesh.group("dp_cp")
+        self.second = {name: mesh.group(name) for name in SECOND_GROUPS}
+        self.buckets: dict[int, list[Bucket]] = {stage: _buckets(held, stage) for stage in {h.stage for h in held}}
+        self._next: dict[int, int] = {}  # armed stage -> its next bucket to send
+        for stage, buckets in self.buckets.items():
+            for bucket in buckets:
+                for parameter in bucket.parameters:
+                    parameter.register_post_accumulate_grad_hook(lambda _, s=stage, b=bucket: self._ready(s, b))
+        self._views = [part for h in held for part in h.parts(h.gradient)]
+
+    def zero(self) -> None:
+        """Start a step; nothing is sent before `arm`."""
+        self._next.clear()
+        for bucket in self._all():
+            bucket.flat.zero_()
+
+    def arm(self, stage: int) -> None:
+        """The next backward of this stage is its last: from now on, complete buckets are sent."""
+        self._next[stage] = 0
+        for bucket in self.buckets[stage]:
+            bucket.waiting = len(bucket.parameters)
+
+    def flush(self, stage: int) -> None:
+        """Send what is left: a parameter that no micro-batch used has gradient zero, on every rank alike."""
+        for bucket in self.buckets[stage]:
+            bucket.waiting = 0
+        self._send_complete(stage)
+
+    def finish(self) -> None:
+        """Wait for dp·cp, then sum what is partial over other groups."""
+        for bucket in self._all():
+            assert bucket.transfer is not None, "a stage was not flushed"
+            bucket.transfer.wait()
+            bucket.transfer = None
+        for name, group in self.second.items():
+            _sum_together([view for p, view in self.views() if name in p.partial], group)
+
+    def scale(self, factor: float) -> None:
+        """Multiply every gradient (clipping)."""
+        for bucket in self._all():
+            bucket.flat.mul_(factor)
+
+    def views(self) -> list[tuple[Placement, Tensor]]:
+        """Each tensor's placement with this rank's gradient of it, in listing order."""
+        return self._views
+
+    def _all(self) -> Iterator[Bucket]:
+        for stage in sorted(self.buckets):
+            yield from self.buckets[stage]
+
+    def _ready(self, stage: int, bucket: Bucket) -> None:
+        if stage in self._next:
+            bucket.waiting -= 1
+            self._send_complete(stage)
+
+    def _send_complete(self, stage: int) -> None:
+        # In one order on all ranks, whichever bucket is complete first here.
+        buckets = self.buckets[stage]
+        while self._next[stage] < len(buckets) and buckets[self._next[stage]].waiting == 0:
+            bucket = buckets[self._next[stage]]
+            bucket.transfer = comm.sum_in_place(bucket.flat, self.group)
+            self._next[stage] += 1
+
+
+def _buckets(held: list[Held], stage: int) -> list[Bucket]:
+    """The stage's parameters from last to first, in groups of about BUCKET_ELEMENTS."""
+    groups: list[list[nn.Parameter]] = [[]]
+    for h in reversed([h for h in held if h.stage == stage]):
+        if sum(p.numel() for p in groups[-1]) >= BUCKET_ELEMENTS:
+            groups.append([])
+        groups[-1].append(h.parameter)
+    return [_bucket(parameters) for parameters in groups if parameters]
+
+
+def _bucket(parameters: list[nn.Parameter]) -> Bucket:
+    first = parameters[0]
+    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+    parts = flat.split([p.numel() for p in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+    return Bucket(parameters, flat)
+
+
+def _sum_together(views: list[Tensor], group: Group) -> None:
+    """Sum small tensors over a group in one call."""
+    if group.size == 1 or not views:
+        return
+    flat = torch.cat([view.flatten() for view in views])
+    summed = comm.sum_in_place(flat, group).wait().split([view.numel() for view in views])
+    torch._foreach_copy_(views, [part.view_as(view) for part, view in zip(summed, views, strict=True)])
+
+
+def local_norm_squared(gradients: Gradients) -> Tensor:
+    """This rank's share of the squared gradient norm: Σ local² / copies. Shares of the world add up to one device's."""
+    by_copies: dict[int, list[Tensor]] = {}
+    for placement, view in gradients.views():
+        by_copies.setdefault(placement.copies, []).append(view)
+    shares = [nn.utils.get_total_norm(views).double().square() / copies for copies, views in by_copies.items()]
+    return torch.stack(shares).sum()

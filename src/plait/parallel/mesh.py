@@ -1,0 +1,57 @@
+"""The only maker of process groups: a layout's groups, each made when it is first asked for, in one order on all ranks.
+
+It decides nothing: which ranks form a group is the layout's arithmetic.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from plait.parallel.collectives import Group
+from plait.spec.layout import AXIS_OF, Coordinates, Layout
+
+TIMEOUT = timedelta(minutes=10)
+
+
+class Mesh:
+    """This process's place in a layout. Asking for a group is collective: all ranks ask for the same ones in one order."""
+
+    def __init__(self, layout: Layout, device: torch.device | str = "cpu") -> None:
+        joined = dist.is_initialized()
+        world, self.rank = (dist.get_world_size(), dist.get_rank()) if joined else (1, 0)
+        assert world == layout.world, f"a layout of {layout.world} ranks in a world of {world}"
+        self.layout = layout
+        self.device = torch.device(device)
+        self._groups: dict[str, Group] = {}
+
+    @property
+    def at(self) -> Coordinates:
+        return self.layout.coordinates(self.rank)
+
+    def group(self, name: str, purpose: str = "") -> Group:
+        """The group of that name around this rank; one communicator for each `purpose`."""
+        key = f"{name}:{purpose}" if purpose else name
+        if key not in self._groups:
+            self._groups[key] = self._make(name, key)
+        return self._groups[key]
+
+    def axes(self) -> dict[str, str]:
+        """torch's name of each group made so far -> the axis under which its traffic is reported."""
+        made = [g for g in self._groups.values() if g.process_group is not None]
+        return {g.handle: AXIS_OF[g.name] for g in made}
+
+    def _make(self, name: str, key: str) -> Group:
+        ranks = self.layout.group(name, self.rank)
+        if len(ranks) == self.layout.world and name == "world":
+            whole = dist.group.WORLD if dist.is_initialized() else None
+            return Group(name, ranks, self.rank, whole)
+        if self.layout.size(name) == 1:
+            return Group(name, ranks, ranks.index(self.rank))
+        # A rank that stands between first and last stage shares no tied tensor: it makes a group of its own, so that
+        # all ranks have made equally many groups (torch derives the group's name from that number).
+        ranks = ranks if self.rank in ranks else (self.rank,)
+        made = dist.new_group(list(ranks), timeout=TIMEOUT, use_local_synchronization=True, group_desc=key)
+        return Group(name, ranks, ranks.index(self.rank), made if len(ranks) > 1 else None)

@@ -1,0 +1,75 @@
+"""`parallelize(model, mesh, run)`: a model of one device, on meta, becomes this rank's stages.
+
+Read top to bottom: this is the only place where shapes change, and the order in which the axes are applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from plait.models.decoder import Decoder, PassThrough
+from plait.models.init import draw
+from plait.parallel.mesh import Mesh
+from plait.parallel.stage import DecoderStage
+from plait.parallel.tensor import Tensors, split_tensors
+from plait.parallel.weights import Held, Weights, materialise
+from plait.placement import Placement, StageMap, place, stage_map
+from plait.placement.cuts import Rectangle
+from plait.placement.place import homes
+from plait.spec.run import RunSpec
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """What a rank runs: its stages by number, the tensors it holds, and where every tensor of the model is."""
+
+    stages: Mapping[int, DecoderStage]
+    held: list[Held]
+    placements: Mapping[str, Placement]
+
+
+def parallelize(model: Decoder, mesh: Mesh, run: RunSpec, weights: Weights | None = None) -> Parallel:
+    """This rank's part of `model` (on meta). `weights` gives first values; by default they follow from the seed."""
+    weights = weights or (lambda tensor, rectangle: draw(tensor, run.model, run.train.seed, rectangle))
+    stages = stage_map(run.model, mesh.layout, run.schedule.chunks)
+    placements = place(run.model, mesh.layout, run.zero, stages)
+    split = mesh.layout.sequence_parallel
+    known = Tensors(mesh.group("tp"), split, run.model.head_dim, _rectangles(placements, mesh))
+
+    held: list[Held] = []
+    mine: dict[int, DecoderStage] = {}
+    for index in stages.owned_by(mesh.at.pp):
+        part = _cut(model, stages, index)
+        held += materialise(part, index, placements, mesh, weights, DTYPES[run.precision.compute])
+        split_tensors(part, known)
+        mine[index] = DecoderStage(index, part, first=index == 0, last=index == stages.last)
+    return Parallel(mine, held, placements)
+
+
+def _cut(model: Decoder, stages: StageMap, index: int) -> Decoder:
+    """The blocks of one stage, with the ends that belong to it."""
+    part = deepcopy(model)
+    part.blocks = nn.ModuleDict({str(layer): part.blocks[str(layer)] for layer in stages.layers[index]})
+    if index > 0:
+        part.embedding = PassThrough("embedding")
+    if index < stages.last:
+        part.head = PassThrough("head")
+    return part
+
+
+def _rectangles(placements: Mapping[str, Placement], mesh: Mesh) -> dict[str, tuple[Rectangle, ...]]:
+    """A module parameter's path (both paths of a tied tensor) -> this rank's rectangles of what it stacks."""
+    found = {}
+    for home, stacked in homes(placements, mesh.rank).items():
+        rectangles = tuple(p.rectangle(mesh.rank) for p in stacked)
+        found |= {path: rectangles for path in (home, stacked[0].tensor.also) if path is not None}
+    return found

@@ -1,0 +1,127 @@
+"""The executor: one rank's program of a lowered schedule, action by action. There is no other micro-batch loop.
+
+| what is split        | forward                                    | backward                              | replaces           |
+|----------------------|--------------------------------------------|---------------------------------------|--------------------|
+| the list of blocks   | one message per boundary and micro-batch   | one message back, of the same size    | Decoder.blocks,    |
+|                      |                                            |                                       | and the ends       |
+
+Receives are posted where the schedule says (before they are needed), sends never block; activations and gradients
+travel on communicators of their own. It knows nothing of what a stage computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import Protocol
+
+import torch
+
+from plait.parallel import collectives as comm
+from plait.parallel.collectives import Group, Transfer
+from plait.parallel.mesh import Mesh
+from plait.parallel.stage import Signature, Stage, Tensors
+from plait.schedule import COMPUTE, Action, Kind, Message, Schedule, Span
+from plait.spec.errors import PlaitError
+
+
+class Reducer(Protocol):
+    """Who is told when a stage's gradients are about to be, and are, complete."""
+
+    def arm(self, stage: int) -> None: ...
+
+    def flush(self, stage: int) -> None: ...
+
+
+class Pipeline:
+    """Runs programs over the stages of this rank. `reducer` may be None where nothing is trained."""
+
+    def __init__(self, stages: Mapping[int, Stage], mesh: Mesh, reducer: Reducer | None = None) -> None:
+        self.stages, self.reducer = stages, reducer
+        self.rank, self.device = mesh.at.pp, mesh.device
+        self.channels: dict[str, Group] = {
+            "activation": mesh.group("pp", "activation"),
+            "gradient": mesh.group("pp", "gradient"),
+        }
+        self._handlers: dict[Kind, Callable[[Schedule, Action], None]] = {
+            Kind.F: self._forward,
+            Kind.BW: self._backward,
+            Kind.SEND: self._send,
+            Kind.RECV: self._receive,
+            Kind.REDUCE: self._reduce,
+        }
+        self._arrived: dict[Message, Tensors | list[Transfer]] = {}
+        self._leaving: dict[Message, Tensors] = {}
+        self._in_flight: list[Transfer] = []
+
+    def run(self, schedule: Schedule) -> list[Span]:
+        """One step of this rank's program; returns its compute actions with their times (seconds)."""
+        program = schedule.programs[self.rank]
+        final = {part.stage: i for i, action in enumerate(program) for part in action.parts if part.kind is not Kind.F}
+        spans = []
+        for index, action in enumerate(program):
+            if self.reducer is not None and index in final.values():
+                self.reducer.arm(action.stage)
+            start = perf_counter()
+            self._handlers[action.kind](schedule, action)
+            if action.kind in COMPUTE:
+                spans.append(Span(action, start, perf_counter()))
+        for transfer in self._in_flight:
+            transfer.wait()
+        self._in_flight.clear()
+        assert not self._arrived and not self._leaving, "a step must consume every message"
+        return spans
+
+    def _forward(self, schedule: Schedule, action: Action) -> None:
+        received = self._take(schedule, action)
+        outputs = self.stages[action.stage].forward(action.micro, received)
+        self._give(schedule, action, outputs, self.stages[action.stage].outputs)
+
+    def _backward(self, schedule: Schedule, action: Action) -> None:
+        gradients = self._take(schedule, action)
+        returned = self.stages[action.stage].backward(action.micro, gradients)
+        self._give(schedule, action, returned, self.stages[action.stage].inputs)
+
+    def _reduce(self, schedule: Schedule, action: Action) -> None:
+        if self.reducer is not None:
+            self.reducer.flush(action.stage)
+
+    def _receive(self, schedule: Schedule, action: Action) -> None:
+        message, stage = action.message, self.stages[action.stage]
+        group = self.channels[message.what]
+        source = schedule.owner[message.source]
+        signature = stage.inputs if message.what == "activation" else stage.outputs
+        empty = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in signature]
+        self._arrived[message] = [comm.receive(x, group, source) for x in empty]
+
+    def _send(self, schedule: Schedule, action: Action) -> None:
+        message = action.message
+        group, target = self.channels[message.what], schedule.owner[message.target]
+        self._in_flight = [transfer for transfer in self._in_flight if not transfer.done]
+        self._in_flight += [comm.send(x, group, target) for x in self._leaving.pop(message)]
+
+    def _take(self, schedule: Schedule, action: Action) -> Tensors:
+        tensors: Tensors = ()
+        for message in schedule.inputs(action):
+            arrived = self._arrived.pop(message)
+            tensors = arrived if isinstance(arrived, tuple) else tuple(transfer.wait() for transfer in arrived)
+        return tensors
+
+    def _give(self, schedule: Schedule, action: Action, tensors: Tensors, expected: Signature) -> None:
+        for message in schedule.outputs(action):
+            _check_signature(message, tensors, expected)
+            waiting = self._leaving if schedule.crosses(message) else self._arrived
+            waiting[message] = tensors
+
+
+def _check_signature(message: Message, tensors: Tensors, expected: Signature) -> None:
+    got = tuple((tuple(x.shape), x.dtype) for x in tensors)
+    if got != expected:
+        raise PlaitError(
+            f"stage {message.source} made {_text(got)} as {message}, where {_text(expected)} is expected",
+            "a stage must give the shapes and dtypes that the boundary declares",
+        )
+
+
+def _text(signature: Signature) -> str:
+    return ", ".join(f"{shape} {str(dtype).removeprefix('torch.')}" for shape, dtype in signature) or "nothing"

@@ -1,0 +1,243 @@
+"""Tensor parallelism (Shoeybi et al. 2019), with the tokens between blocks whole or split (Korthikanti et al. 2022).
+
+| what is split                       | forward                           | backward                             | replaces                          |
+|-------------------------------------|-----------------------------------|--------------------------------------|-----------------------------------|
+| heads, ffn by output (column)       | split tokens: all-gather of input | all-reduce, or reduce-scatter, of    | attention.qkv, mlp.up,            |
+|                                     |                                   | the input gradient, while the weight | head.projection                   |
+|                                     |                                   | gradient is computed                 |                                   |
+| heads, ffn by input (row)           | all-reduce, or reduce-scatter     | split tokens: all-gather             | attention.out, mlp.down           |
+| vocabulary rows of the token table  | all-reduce, or reduce-scatter     | split tokens: all-gather             | embedding.tokens                  |
+| vocabulary columns of the logits    | all-reduce of two rows per token  | none                                 | head.loss                         |
+
+Under split tokens a column's input is kept as the (B, T/tp, d) that it came as, and gathered once more in backward.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plait.models.where import Where
+from plait.parallel import collectives as comm
+from plait.parallel.collectives import Group
+from plait.placement.cuts import Rectangle
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])  # (B, T, D) -> (B·T, D)
+
+
+class _Column(torch.autograd.Function):
+    """y = x Wᵀ + b with W's rows on different ranks; x is whole, or (B, T/tp, d) where `split`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, split: bool) -> Tensor:
+        ctx.group, ctx.split, ctx.biased = group, split, bias is not None
+        ctx.save_for_backward(x, weight)
+        whole = comm.finish_all_gather(comm.start_all_gather(x, group), group) if split else x
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        group, split = ctx.group, ctx.split
+        gathering = comm.start_all_gather(x, group) if split else x
+        partial = grad @ weight
+        pending = comm.start_reduce_scatter(partial, group) if split else comm.start_all_reduce(partial, group)
+        whole = comm.finish_all_gather(gathering, group) if split else x
+        grad_weight = _flat(grad).t() @ _flat(whole)
+        grad_bias = _flat(grad).sum(0) if ctx.biased else None
+        finish = comm.finish_reduce_scatter if split else comm.finish_all_reduce
+        return finish(pending, group), grad_weight, grad_bias, None, None
+
+
+class _Row(torch.autograd.Function):
+    """y = Σ over ranks of x Wᵀ with W's columns on different ranks; y is whole, or (B, T/tp, d) where `split`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, split: bool) -> Tensor:
+        ctx.group, ctx.split = group, split
+        ctx.save_for_backward(x, weight)
+        partial = F.linear(x, weight)
+        if split:
+            return comm.finish_reduce_scatter(comm.start_reduce_scatter(partial, group), group)
+        return comm.all_reduce(partial, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        if ctx.split:
+            grad = comm.finish_all_gather(comm.start_all_gather(grad, ctx.group), ctx.group)
+        return grad @ weight, _flat(grad).t() @ _flat(x), None, None
+
+
+class ColumnLinear(nn.Module):
+    """A linear whose output features are spread over the group; `outs` as in FusedLinear, of this rank."""
+
+    def __init__(self, like: nn.Module, outs: tuple[int, ...] | None, group: Group, split: bool) -> None:
+        super().__init__()
+        self.weight, self.bias = like.weight, like.bias
+        self.outs, self.group, self.split = outs, group, split
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        y = _Column.apply(x, self.weight, self.bias, self.group, self.split)
+        return y.split(self.outs, dim=-1) if self.outs else y
+
+
+class RowLinear(nn.Module):
+    """A linear whose input features are spread over the group; the bias is added once, to the sum."""
+
+    def __init__(self, like: nn.Module, group: Group, split: bool) -> None:
+        super().__init__()
+        self.weight, self.bias = like.weight, like.bias
+        self.group, self.split = group, split
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Row.apply(x, self.weight, self.group, self.split)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabularyEmbedding(nn.Module):
+    """A token table whose rows from `start` on are here; tokens of other ranks look up zero."""
+
+    def __init__(self, like: nn.Module, start: int, group: Group, split: bool) -> None:
+        super().__init__()
+        self.weight = like.weight
+        self.start, self.group, self.split = start, group, split
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = self.weight.shape[0]
+        local = tokens - self.start
+        foreign = (local < 0) | (local >= rows)
+        x = F.embedding(local.masked_fill(foreign, 0), self.weight).masked_fill(foreign.unsqueeze(-1), 0.0)
+        return comm.scatter_partial(x, self.group) if self.split else comm.sum_partial(x, self.group)
+
+
+class _VocabularyCrossEntropy(torch.autograd.Function):
+    """Token losses (N,) of logits (N, V/tp) spread over the group; ignored tokens (label < 0) lose nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, group: Group) -> Tensor:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        highest = comm.all_reduce(logits.amax(-1), group, "max")
+        shifted = logits - highest.unsqueeze(-1)
+        valid = labels >= 0
+        local = labels - start
+        here = valid & (local >= 0) & (local < logits.shape[-1])
+        local = local.masked_fill(~here, 0)
+        target = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
+        exponentials = shifted.exp_()
+        total, target = comm.all_reduce(torch.stack((exponentials.sum(-1), target)), group).unbind(0)
+        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), local, here, valid)
+        return (total.log() - target).masked_fill(~valid, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        probabilities, local, here, valid = ctx.saved_tensors
+        grad = grad.masked_fill(~valid, 0.0)
+        grad_logits = probabilities * grad.unsqueeze(-1)
+        grad_logits.scatter_add_(-1, local.unsqueeze(-1), -grad.masked_fill(~here, 0.0).unsqueeze(-1))
+        return grad_logits, None, None, None
+
+
+class VocabularyCrossEntropy(nn.Module):
+    """The loss slot over logits that no rank holds whole: sum of token losses and number of valid labels."""
+
+    def __init__(self, start: int, group: Group) -> None:
+        super().__init__()
+        self.start, self.group = start, group
+
+    def forward(self, x: Tensor, projection: nn.Module, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = _flat(projection(x))
+        labels = labels.reshape(-1)
+        losses: Tensor = _VocabularyCrossEntropy.apply(logits, labels, self.start, self.group)
+        return losses.sum(), (labels >= 0).sum()
+
+
+class SplitTokens(nn.Module):
+    """A module between blocks that depends on where its tokens stand: it is told which part of the row it is given."""
+
+    def __init__(self, inner: nn.Module, group: Group) -> None:
+        super().__init__()
+        self.inner, self.group = inner, group
+
+    def forward(self, x: Tensor, where: Where) -> Tensor:
+        length = x.shape[1]  # T/tp
+        y: Tensor = self.inner(x, where.narrow(self.group.rank * length, length))
+        return y
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What a style needs to know: the group, whether tokens between blocks are split, and this rank's rectangles.
+
+    `rectangles` are those of the tensors stacked in a module parameter, by the parameter's path.
+    """
+
+    group: Group
+    split: bool
+    head_dim: int
+    rectangles: Mapping[str, tuple[Rectangle, ...]]
+
+
+def _column(module: nn.Module, path: str, known: Tensors) -> nn.Module:
+    rows = tuple(stop - start for (start, stop), _ in known.rectangles[f"{path}.weight"])
+    return ColumnLinear(module, rows if hasattr(module, "outs") else None, known.group, known.split)
+
+
+def _row(module: nn.Module, path: str, known: Tensors) -> nn.Module:
+    return RowLinear(module, known.group, known.split)
+
+
+def _vocabulary(module: nn.Module, path: str, known: Tensors) -> nn.Module:
+    return VocabularyEmbedding(module, known.rectangles[f"{path}.weight"][0][0][0], known.group, known.split)
+
+
+def _loss(module: nn.Module, path: str, known: Tensors) -> nn.Module:
+    return VocabularyCrossEntropy(known.rectangles["head.projection.weight"][0][0][0], known.group)
+
+
+def _heads(module: nn.Module, path: str, known: Tensors) -> nn.Module:
+    rows = known.rectangles[path.removesuffix("core") + "qkv.weight"][0][0]
+    core = copy(module)
+    core.first_head = rows[0] // known.head_dim
+    return core
+
+
+def _between(module: nn.Module, path: str, known: Tensors) -> nn.Module:
+    return SplitTokens(module, known.group) if known.split else module
+
+
+Style = Callable[[nn.Module, str, Tensors], nn.Module]
+
+# Path of a submodule, with * for a block's number -> what replaces it.
+STYLES: Mapping[str, Style] = {
+    "embedding.tokens": _vocabulary,
+    "embedding.positions": _between,
+    "embedding.dropout": _between,
+    "blocks.*.attention.qkv": _column,
+    "blocks.*.attention.core": _heads,
+    "blocks.*.attention.out": _row,
+    "blocks.*.dropout1": _between,
+    "blocks.*.mlp.up": _column,
+    "blocks.*.mlp.down": _row,
+    "blocks.*.dropout2": _between,
+    "head.projection": _column,
+    "head.loss": _loss,
+}
+
+
+def split_tensors(stage: nn.Module, known: Tensors) -> None:
+    """Replace the submodules of a stage by those that know their weights to be shards."""
+    for path, module in list(stage.named_modules()):
+        style = STYLES.get(re.sub(r"\.\d+\.", ".*.", path))
+        if style is not None:
+            parent, _, name = path.rpartition(".")
+            setattr(stage.get_submodule(parent), name, style(module, path, known))

@@ -1,0 +1,109 @@
+"""A run from its first line to its last. `prepare` is the program on one screen, `steps` is its loop as an iterator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import torch.distributed as dist
+
+from plait.data import Data, batch, batches_in, open_data, rows_of
+from plait.models import Decoder
+from plait.parallel.faults import strike
+from plait.parallel.mesh import Mesh
+from plait.parallel.parallelize import Parallel, parallelize
+from plait.parallel.traffic import Traffic, TrafficCounter, total
+from plait.parallel.world import World, device_kind, joined_world, on_device
+from plait.spec.fit import fit
+from plait.spec.flops import flops_per_token
+from plait.spec.run import RunSpec
+from plait.train.metrics import Metrics, peak_flops
+from plait.train.step import Step
+
+
+@dataclass
+class Training:
+    """A run that is ready to step on this rank. `traffic` is known once the first step is done."""
+
+    run: RunSpec
+    world: World
+    mesh: Mesh
+    data: Data
+    parallel: Parallel
+    step: Step
+    traffic: Traffic | None = None
+
+
+def prepare(run: RunSpec, world: World) -> Training:
+    """Everything that a run needs, on this rank."""
+    layout = fit(run, world.size)
+    mesh = Mesh(layout, world.device)
+    data = open_data(run.data, run.batch.sequence, run.train.seed, run.model.vocab)
+    parallel = parallelize(Decoder(run.model), mesh, run)
+    step = Step(run, mesh, parallel)
+    return Training(run, world, mesh, data, parallel, step)
+
+
+def steps(run: RunSpec) -> Iterator[Metrics]:
+    """Train, one `Metrics` per optimizer step: the whole run in this process, or one rank of the job torchrun started."""
+    device = device_kind(run.train.device)
+    world = joined_world(device)
+    if world is not None and not dist.is_initialized():
+        world.join()
+    yield from train_steps(prepare(run, world or World(0, 1, 0, on_device(device, 0))))
+
+
+def train_steps(training: Training) -> Iterator[Metrics]:
+    """The loop over a prepared run."""
+    run = training.run
+    for number in range(1, run.train.steps + 1):
+        metrics = _one_step(training, number)
+        due = number == run.train.steps or (run.train.eval_every and number % run.train.eval_every == 0)
+        yield replace(metrics, eval_loss=evaluate(training)) if due else metrics
+
+
+def _one_step(training: Training, number: int) -> Metrics:
+    run, mesh, step = training.run, training.mesh, training.step
+    start = perf_counter()
+    training.world.progress(number, "data")
+    strike(mesh.rank, number, "data")
+    rows = rows_of(run.batch.global_size, mesh.at.dp, mesh.layout.dp)
+    mine = batch(training.data.train, number - 1, run.batch.global_size, rows)
+
+    training.world.progress(number, "forward and backward")
+    with _counted(training):
+        sums = step.backward(number, mine)
+        training.world.progress(number, "update")
+        lr = step.update(sums)
+    seconds = perf_counter() - start
+    tokens = run.batch.global_size * run.batch.sequence
+    peak = peak_flops(mesh.device, run.precision.compute)
+    flops = flops_per_token(run.model, run.batch.sequence) * tokens
+    mfu = None if peak is None else flops / seconds / (peak * mesh.layout.world)
+    return Metrics(number, sums.loss, sums.norm, lr, sums.labels, step.updates, seconds, tokens / seconds, mfu)
+
+
+@contextmanager
+def _counted(training: Training) -> Iterator[None]:
+    """Count the communication of the first step; later ones run without a look."""
+    if training.traffic is not None:
+        yield
+        return
+    with TrafficCounter(training.mesh.axes()) as counter:
+        yield
+    training.traffic = total(counter, training.mesh.group("world"))
+
+
+def evaluate(training: Training) -> float | None:
+    """Mean loss (nats/token) over the first `eval_batches` global batches held out; None where nothing is."""
+    run, mesh, held_out = training.run, training.mesh, training.data.validation
+    if held_out is None or run.train.eval_batches == 0:
+        return None
+    rows = rows_of(run.batch.global_size, mesh.at.dp, mesh.layout.dp)
+    loss, count = 0.0, 0
+    for number in range(min(run.train.eval_batches, batches_in(held_out, run.batch.global_size))):
+        total_loss, labels = training.step.evaluate(batch(held_out, number, run.batch.global_size, rows))
+        loss, count = loss + total_loss, count + labels
+    return loss / count if count else None

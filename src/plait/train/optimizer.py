@@ -1,0 +1,38 @@
+"""The optimizer of this rank's parameters: torch's own, in two groups (matrices decay, norms and biases do not)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from plait.parallel.weights import Held
+from plait.spec.run import OptimSpec
+
+
+def _adamw(groups: list[dict[str, Any]], optim: OptimSpec) -> torch.optim.Optimizer:
+    betas = (optim.beta1, optim.beta2)
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=True)
+
+
+def _sgd(groups: list[dict[str, Any]], optim: OptimSpec) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, foreach=True)
+
+
+OPTIMIZERS: Mapping[str, Callable[[list[dict[str, Any]], OptimSpec], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "sgd": _sgd,
+}
+
+
+def make_optimizer(held: list[Held], optim: OptimSpec) -> torch.optim.Optimizer:
+    """torch's optimizer of that name over what this rank holds."""
+    groups = [
+        {
+            "params": [h.parameter for h in held if h.placements[0].decays is decays],
+            "weight_decay": optim.weight_decay if decays else 0.0,
+        }
+        for decays in (True, False)
+    ]
+    return OPTIMIZERS[optim.name]([group for group in groups if group["params"]], optim)

@@ -1,0 +1,139 @@
+"""One optimizer step in any layout: loss and gradients as sums over the whole global batch, then the update.
+
+Loss = Σ token losses / N with N the valid labels of the global batch, known before the first backward; every reduction
+is a sum. `backward` leaves raw gradients (proofs read them there), `update` clips and applies them.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from plait.data import Batch
+from plait.models.dropout import step_key
+from plait.models.where import Where
+from plait.parallel import collectives as comm
+from plait.parallel.faults import strike
+from plait.parallel.gradients import Gradients, local_norm_squared
+from plait.parallel.mesh import Mesh
+from plait.parallel.parallelize import DTYPES, Parallel
+from plait.parallel.pipeline import Pipeline
+from plait.parallel.stage import Denominators, Micro, Signature
+from plait.schedule import Schedule, Span, check, forward_of, generate, lower
+from plait.spec.errors import TrainingStopped
+from plait.spec.run import RunSpec
+from plait.train.optimizer import make_optimizer
+from plait.train.rates import rate
+
+
+class Sums(NamedTuple):
+    """What every rank knows after the backward of step `step`: mean loss (nats/token), raw gradient norm, valid labels."""
+
+    step: int
+    loss: float
+    norm: float
+    labels: int
+
+
+class Step:
+    """The steps of one rank. `updates` counts optimizer updates; a step without a valid label is not one."""
+
+    def __init__(self, run: RunSpec, mesh: Mesh, parallel: Parallel) -> None:
+        self.run, self.mesh, self.stages = run, mesh, parallel.stages
+        self.updates = 0
+        self.spans: list[Span] = []
+        self.gradients = Gradients(parallel.held, mesh)
+        self.pipeline = Pipeline(parallel.stages, mesh, self.gradients)
+        self.schedule, self.evaluation = schedules(run, mesh.layout.dp)
+        self.optimizer = make_optimizer(parallel.held, run.optim)
+        mesh.group("world")
+
+    def backward(self, step: int, batch: Batch) -> Sums:
+        """Raw gradients of this rank's rows of the global batch, summed over every group."""
+        self.gradients.zero()
+        labels = (batch.labels >= 0).sum()
+        counting = comm.start_all_reduce(labels.to(self.mesh.device), self.mesh.group("dp_cp"))
+
+        @cache
+        def denominators() -> dict[str, Tensor]:
+            return {"loss": comm.finish_all_reduce(counting, self.mesh.group("dp_cp")).clamp(min=1)}
+
+        self._begin(step, batch, denominators)
+        strike(self.mesh.rank, step, "forward")
+        self.spans = self.pipeline.run(self.schedule)
+        denominators()
+        strike(self.mesh.rank, step, "collective")
+        self.gradients.finish()
+        norm_squared, loss, count = self._over_world(local_norm_squared(self.gradients))
+        return Sums(step, loss / max(count, 1), math.sqrt(norm_squared), round(count))
+
+    def update(self, sums: Sums) -> float | None:
+        """Clip and apply the gradients; the learning rate used, or None where the batch had no label to learn from.
+
+        Raises TrainingStopped on every rank alike where loss or norm is not finite; weights are as before then.
+        """
+        if not (math.isfinite(sums.loss) and math.isfinite(sums.norm)):
+            raise TrainingStopped(
+                f"step {sums.step}: loss {sums.loss}, gradient norm {sums.norm}: not finite",
+                "the weights are those of the step before; a lower optim.lr or optim.clip often helps",
+            )
+        if sums.labels == 0:
+            return None
+        optim = self.run.optim
+        if optim.clip and sums.norm > optim.clip:
+            self.gradients.scale(optim.clip / sums.norm)
+        self.updates += 1
+        lr = rate(self.updates, optim, self.run.train.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        strike(self.mesh.rank, sums.step, "update")
+        self.optimizer.step()
+        return lr
+
+    def evaluate(self, batch: Batch) -> tuple[float, int]:
+        """Sum of token losses (nats) and number of labels over the whole batch; leaves training as it was."""
+        self._begin(0, batch, None)
+        self.pipeline.run(self.evaluation)
+        _, loss, count = self._over_world(torch.zeros((), dtype=torch.float64, device=self.mesh.device))
+        return loss, round(count)
+
+    def _begin(self, step: int, batch: Batch, denominators: Denominators | None) -> None:
+        size, device = self.run.batch.micro_size, self.mesh.device
+        indices = torch.arange(batch.tokens.shape[1], device=device)
+        key = torch.tensor(step_key(self.run.train.seed, step), device=device)
+        rows = [batch.rows(start, start + size).to(device) for start in range(0, len(batch.samples), size)]
+        micros = [Micro(r.tokens, r.labels, Where(r.samples, indices, r.positions, r.documents, key)) for r in rows]
+        for stage in self.stages.values():
+            stage.begin(micros, denominators, boundary(self.run, self.mesh))
+
+    def _over_world(self, norm_squared: Tensor) -> tuple[float, float, float]:
+        """(norm², loss, count) of the world in one reduction, read once. The tp ranks of a stage hold the same sums."""
+        shares = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
+        shares[0] = norm_squared
+        for stage in self.stages.values():
+            for place, name in enumerate(("loss", "count"), start=1):
+                if name in stage.totals:
+                    shares[place] += stage.totals[name] / self.mesh.layout.tp
+        norm, loss, count = comm.sum_in_place(shares, self.mesh.group("world")).wait().tolist()
+        return norm, loss, count
+
+
+def schedules(run: RunSpec, dp: int) -> tuple[Schedule, Schedule]:
+    """The lowered and checked schedules of training and of evaluation; pure."""
+    micro_batches = run.batch.global_size // (dp * run.batch.micro_size)
+    plain = generate(run.schedule.name, run.layout.pp, micro_batches, run.schedule.chunks)
+    training, evaluation = lower(plain), lower(forward_of(plain))
+    check(training)
+    check(evaluation)
+    return training, evaluation
+
+
+def boundary(run: RunSpec, mesh: Mesh) -> Signature:
+    """What travels between two stages: one tensor (B, T, d), or (B, T/tp, d) where tokens are split."""
+    parts = mesh.layout.tp if mesh.layout.sequence_parallel else 1
+    return (((run.batch.micro_size, run.batch.sequence // parts, run.model.hidden), DTYPES[run.precision.compute]),)
+
