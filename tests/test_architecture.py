@@ -366,8 +366,7 @@ Check = Callable[[], None]
     ],
 )
 def test_a_planted_breach_is_caught(monkeypatch: pytest.MonkeyPatch, claim: Check, path: str, code: str | None) -> None:
-    planted = {**trees(), path: ast.parse(code or "")}
-    monkeypatch.setattr(sys.modules[__name__], "trees", lambda: planted)
+    monkeypatch.setattr(sys.modules[__name__], "trees", lambda: {path: ast.parse(code or "")})
     if code is None:
         monkeypatch.setattr(sys.modules[__name__], "MODULE_LINES", 1)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
