@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from plait.spec.errors import InvalidRun
 from plait.spec.families import FAMILIES, from_hf_config, to_hf_config
 from plait.spec.model import ModelSpec, RopeScaling

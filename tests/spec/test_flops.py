@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from plait.spec.flops import flops_per_token, matmul_parameters
 from plait.spec.model import ModelSpec
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
+
 from plait.spec.model import ROLES, ModelSpec, RopeScaling, violations
 from plait.spec.presets import PRESETS
-from pydantic import ValidationError
 
 T0 = ModelSpec(vocab=64, hidden=32, layers=4, heads=4, ffn=64, max_sequence=16)
 
@@ -14,9 +15,7 @@ def changed(**fields: object) -> ModelSpec:
     return T0.model_copy(update=fields)
 
 
-@pytest.mark.parametrize(
-    ("spec", "count"), [(T0, 45_344), (changed(kv_heads=2), 41_248), (changed(tied=True), 43_296)]
-)
+@pytest.mark.parametrize(("spec", "count"), [(T0, 45_344), (changed(kv_heads=2), 41_248), (changed(tied=True), 43_296)])
 def test_the_fixtures_have_their_parameter_counts(spec: ModelSpec, count: int) -> None:
     assert spec.parameter_count() == count
 
