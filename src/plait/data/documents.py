@@ -36,6 +36,8 @@ class Document(NamedTuple):
 
 def held_out(name: str, fraction: float) -> bool:
     """Whether the document of this name is kept for validation: a hash of the name falls below `fraction`."""
+    if fraction == 0:
+        return False
     digest = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2.0**64
 
@@ -56,13 +58,10 @@ def list_files(spec: DataSpec) -> tuple[Path, ...]:
     """The files of a source in reading order: that of `data.files`, each pattern (`**` allowed) expanded and sorted."""
     if spec.source == "builtin":
         root = standard_library()
-        found = [p for p in root.rglob("*.py") if not NOT_LIBRARY.intersection(p.relative_to(root).parts[:-1])]
-        found = [p for p in found if not p.name.startswith("_sysconfigdata")]  # differs from machine to machine
+        found = sorted(_library_files(root), key=lambda file: file.relative_to(root).as_posix())
         if not found:
-            raise DataError(
-                f"{root}: no *.py files here, so there is no builtin corpus", "set data.source and data.files"
-            )
-        return tuple(sorted(found, key=lambda p: p.relative_to(root).as_posix()))
+            raise DataError(f"{root}: no *.py file, so there is no builtin corpus", "set data.source and data.files")
+        return tuple(found)
     if not spec.files:
         raise DataError(f"data.files is empty, data.source {spec.source!r} needs at least 1 file", "set data.files")
     files: list[Path] = []
@@ -72,6 +71,14 @@ def list_files(spec: DataSpec) -> tuple[Path, ...]:
             raise DataError(f"data.files: {pattern!r} names no file", "a folder needs a pattern: 'folder/**/*.txt'")
         files += found
     return tuple(files)
+
+
+def _library_files(root: Path) -> Iterator[Path]:
+    for folder, inside, files in os.walk(root):
+        inside[:] = [name for name in inside if name not in NOT_LIBRARY]
+        for name in files:
+            if name.endswith(".py") and not name.startswith("_sysconfigdata"):  # that one differs between machines
+                yield Path(folder, name)
 
 
 def read_documents(spec: DataSpec, files: tuple[Path, ...]) -> Iterator[Document]:
@@ -101,9 +108,9 @@ def _read_jsonl(file: Path, name: str, spec: DataSpec) -> Iterator[Document]:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = json.loads(line.decode("utf-8"))
             except ValueError as error:
-                raise DataError(f"{file}:{number}: not JSON ({error})") from error
+                raise DataError(f"{file}:{number}: not JSON in UTF-8 ({error})") from error
             yield _document(record, f"{name}:{number}", f"{file}:{number}", spec)
 
 

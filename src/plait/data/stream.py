@@ -7,7 +7,6 @@ sequences, batches or order.
 from __future__ import annotations
 
 import hashlib
-from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -88,39 +87,49 @@ class Stream:
 class StreamWriter:
     """Writes a stream into a folder as it comes: `<name>.tokens`, `<name>.ends`, and `<name>.trained` if `masked`."""
 
+    FLUSH = 1 << 18  # tokens plus documents that may wait in memory
+
     def __init__(self, folder: Path, name: str, dtype: DTypeLike, masked: bool) -> None:
         self.dtype = np.dtype(dtype)
         self.length = self.documents = 0
         self._digest = hashlib.blake2b(digest_size=16)
-        self._pending_ends = array("q")
+        self._waiting: tuple[list[Tokens], list[int], list[Flags]] = ([], [], [])
+        self._flushed = 0
         self._tokens = (folder / f"{name}.tokens").open("wb")
         self._ends = (folder / f"{name}.ends").open("wb")
         self._trained = (folder / f"{name}.trained").open("wb") if masked else None
 
     def add(self, ids: Tokens, trained: Flags | None = None) -> None:
         """Append one document. `trained` None: every token may be a label."""
-        data = ids.astype(self.dtype).tobytes()
-        self._tokens.write(data)
-        self._digest.update(data)
+        tokens, ends, flags = self._waiting
         self.length += len(ids)
         self.documents += 1
-        self._pending_ends.append(self.length)
-        if len(self._pending_ends) >= 1 << 16:
-            self._flush_ends()
+        tokens.append(ids)
+        ends.append(self.length)
         if self._trained is not None:
-            self._trained.write((np.ones(len(ids), bool) if trained is None else trained).astype(np.uint8).tobytes())
+            flags.append(np.ones(len(ids), bool) if trained is None else trained)
+        if self.length + self.documents - self._flushed >= self.FLUSH:
+            self._flush()
 
     def close(self) -> dict[str, Any]:
         """Finish the files; what the manifest says of this stream."""
-        self._flush_ends()
+        self._flush()
         for file in (self._tokens, self._ends, self._trained):
             if file is not None:
                 file.close()
         return {"tokens": self.length, "documents": self.documents, "digest": self._digest.hexdigest()}
 
-    def _flush_ends(self) -> None:
-        self._ends.write(self._pending_ends.tobytes())
-        self._pending_ends = array("q")
+    def _flush(self) -> None:
+        tokens, ends, flags = self._waiting
+        if ends:
+            data = np.concatenate(tokens).astype(self.dtype).tobytes()
+            self._tokens.write(data)
+            self._digest.update(data)
+            self._ends.write(np.array(ends, np.int64).tobytes())
+        if self._trained is not None and flags:
+            self._trained.write(np.concatenate(flags).astype(np.uint8).tobytes())
+        self._waiting = ([], [], [])
+        self._flushed = self.length + self.documents
 
 
 def open_stream(folder: Path, name: str, dtype: DTypeLike, separator: int | None) -> Stream:

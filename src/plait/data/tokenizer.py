@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -53,7 +54,9 @@ class Bytes:
     fingerprint = "bytes"
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        return [np.frombuffer(text.encode(), np.uint8).astype(np.int64) for text in texts]
+        encoded = [text.encode() for text in texts]
+        whole = np.frombuffer(b"".join(encoded), np.uint8).astype(np.int64)
+        return [whole[start:stop] for start, stop in pairwise(accumulate(map(len, encoded), initial=0))]
 
     def align(self, text: str) -> Aligned:
         [ids] = self.encode([text])

@@ -54,7 +54,7 @@ class Windows:
             )
 
     def __len__(self) -> int:
-        return (len(self.stream) - 1) // self.sequence
+        return max(len(self.stream) - 1, 0) // self.sequence
 
     @property
     def dropped(self) -> int:
