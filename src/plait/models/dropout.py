@@ -63,8 +63,11 @@ def fold(state: Tensor, number: Tensor) -> Tensor:
 
 def _mix(x: Tensor) -> Tensor:
     """A bijection of 32-bit numbers in which every input bit moves every output bit (murmur-style finaliser)."""
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & _LOW
-    x = x ^ (x >> 15)
-    x = (x * 0x31848BAB) & _LOW
-    return x ^ (x >> 14)
+    x = x ^ (x >> 16)  # a new tensor, which the rest may overwrite
+    x *= 0x7FEB352D
+    x &= _LOW
+    x ^= x >> 15
+    x *= 0x31848BAB
+    x &= _LOW
+    x ^= x >> 14
+    return x

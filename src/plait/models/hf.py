@@ -6,6 +6,7 @@ unknown or contradictory stops.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -104,7 +105,7 @@ def to_hf(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
     theirs = {}
     for row in _rows(spec):
         whole = torch.cat([tensors[name] for name in row.ours])
-        theirs[row.theirs] = (whole.T if row.transposed and whole.dim() == 2 else whole).contiguous()
+        theirs[row.theirs] = (whole.T if row.transposed else whole).contiguous()
     return theirs
 
 
@@ -123,11 +124,10 @@ def _rows(spec: ModelSpec) -> Iterator[Row]:
     for row in NAMES[spec.family]:
         layers = range(spec.layers) if "{i}" in row.theirs else (0,)
         kinds = ("weight", "bias") if "{p}" in row.theirs else ("",)
-        for i in layers:
-            for p in kinds:
-                ours = tuple(name.format(i=i, p=p) for name in row.ours)
-                if names.issuperset(ours):
-                    yield Row(ours, row.theirs.format(i=i, p=p), row.transposed and p != "bias")
+        for i, p in itertools.product(layers, kinds):
+            ours = tuple(name.format(i=i, p=p) for name in row.ours)
+            if names.issuperset(ours):
+                yield Row(ours, row.theirs.format(i=i, p=p), row.transposed and p != "bias")
 
 
 def _with_prefix(state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
