@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
-from plait.spec.errors import UsageError
+from plait.spec.errors import MissingExtra, UsageError
 from plait.spec.load import load
 from plait.spec.run import RunSpec
 
@@ -39,3 +40,9 @@ def read_run(words: Sequence[str] | None) -> RunSpec:
     if len(files) > 1:
         raise UsageError(f"{len(files)} run files, at most 1: {', '.join(files)}", "an override is section.key=value")
     return load(files[0] if files else None, overrides)
+
+
+def need_torch(command: str) -> None:
+    """Refuse a command that needs the extra `train` where torch is not installed."""
+    if find_spec("torch") is None:
+        raise MissingExtra(command, "train")

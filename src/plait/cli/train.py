@@ -5,11 +5,20 @@ Torch is imported inside the command, so that its help needs none.
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from plait.cli.run import Json, Words, read_run
+from plait.cli.run import Json, Words, need_torch, read_run
+from plait.spec.errors import UsageError
+from plait.spec.fit import fit
+from plait.spec.load import dump
+from plait.spec.run import RunSpec
 
 
 def train(
@@ -22,4 +31,42 @@ def train(
 ) -> None:
     """Train a model on any split. Under torchrun the same command joins the job that is there."""
     run = read_run(words)
-    raise NotImplementedError(f"train {run} on {nproc} processes, json {as_json}")
+    world = (
+        int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else nproc
+    )  # torchrun has set the one, the user the other
+    layout = fit(run, world)  # every mistake in the run is told before torch is even imported
+    need_torch("plait train")
+    from plait.parallel.launch import launch
+    from plait.parallel.world import device_kind, joined_world, run_here
+    from plait.train.job import closing
+    from plait.train.job import train as train_rank
+
+    device = device_kind(run.train.device)
+    joined = joined_world(device)
+    first = joined is None or joined.rank == 0
+    folder = _make_folder(run) if first else None
+    if joined is not None:
+        summary = run_here(joined, train_rank, run, folder)
+    else:
+        summary = launch(layout.world, train_rank, run, folder, device=device)[0]
+    if summary is not None:
+        print(json.dumps(summary.as_dict()) if as_json else "\n".join(closing(summary)))
+
+
+def _make_folder(run: RunSpec) -> Path:
+    """The run's directory, with the complete run in it. A name of ours is free; one that was given may be there."""
+    given = run.train.run_dir
+    stem = Path(given or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
+    folder, number = stem, 1
+    while given is None and folder.exists():
+        number += 1
+        folder = stem.with_name(f"{stem.name}-{number}")
+    if (folder / "metrics.jsonl").exists():
+        raise UsageError(f"train.run_dir: {folder} already holds a run", "name another directory, or remove it")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "run.toml").write_text(dump(run), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"train.run_dir: {folder} cannot be written: {error}") from error
+    print(f"run directory: {folder}", file=sys.stderr)
+    return folder

@@ -17,6 +17,7 @@ Inside a block the start/finish pairs are functional operators, which torch.comp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,23 +177,12 @@ def receive(into: Tensor, group: Group, source: int) -> Transfer:
     return Transfer(into, [dist.irecv(into, group=group.process_group, group_src=source)])
 
 
-def gather_to_first(x: Tensor | None, shapes: dict[int, tuple[int, ...]], like: Tensor, group: Group) -> list[Tensor]:
-    """Rank 0 of the group receives a tensor from each rank of `shapes` (in that order); the others get an empty list.
-
-    `x` is this rank's own tensor if it is in `shapes`; `like` gives dtype and device of what is received.
-    """
-    found = []
-    for rank, shape in shapes.items():
-        if group.rank == 0:
-            if rank == 0:
-                assert x is not None
-                found.append(x)
-            else:
-                found.append(receive(like.new_empty(shape), group, rank).wait())
-        elif group.rank == rank:
-            assert x is not None
-            send(x, group, 0).wait()
-    return found
+def gather_to_first(x: Tensor, sizes: Sequence[int], group: Group) -> list[Tensor]:
+    """Rank 0 of the group gets every rank's flat tensor of `sizes[rank]` elements; the others get an empty list."""
+    if group.rank > 0:
+        send(x, group, 0).wait()
+        return []
+    return [x, *(receive(x.new_empty(size), group, rank).wait() for rank, size in enumerate(sizes) if rank > 0)]
 
 
 def gather_bytes(content: bytes, group: Group) -> list[bytes]:

@@ -6,7 +6,7 @@ Read top to bottom: this is the only place where shapes change, and the order in
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +57,8 @@ def parallelize(model: Decoder, mesh: Mesh, run: RunSpec, weights: Weights | Non
 
 def _cut(model: Decoder, stages: StageMap, index: int) -> Decoder:
     """The blocks of one stage, with the ends that belong to it."""
-    part = deepcopy(model)
+    part = copy(model)
+    part._modules = dict(model._modules)  # the copy shares its modules, not its list of them
     part.blocks = nn.ModuleDict({str(layer): part.blocks[str(layer)] for layer in stages.layers[index]})
     if index > 0:
         part.embedding = PassThrough("embedding")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from plait.parallel import collectives as comm
 from plait.parallel.mesh import Mesh
 from plait.placement import Placement
-from plait.placement.cuts import Rectangle
+from plait.placement.cuts import Rectangle, area
 from plait.placement.place import Placements, homes
 from plait.spec.model import TensorSpec
 
@@ -67,18 +67,17 @@ def gather_whole(parts: Iterable[tuple[Placement, Tensor]], placements: Placemen
 
     Raises ValueError where two ranks that should hold identical copies differ.
     """
-    local = {p.tensor.name: part.detach().contiguous() for p, part in parts}
-    world = mesh.group("world")
-    like = torch.empty(0, dtype=next(iter(local.values())).dtype, device=mesh.device)
-    whole: dict[str, Tensor] = {}
-    for name, placement in placements.items():
-        ranks = [rank for rank in range(mesh.layout.world) if placement.held_by(rank)]
-        shapes = {rank: placement.shape(rank) for rank in ranks}
-        received = comm.gather_to_first(local.get(name), shapes, like, world)
-        if received:
-            pieces = dict(zip(ranks, received, strict=True))
-            whole[name] = _assemble(placement, pieces)
-    return whole
+    local = {p.tensor.name: part.detach().flatten() for p, part in parts}
+    held = [[p for p in placements.values() if p.held_by(rank)] for rank in range(mesh.layout.world)]
+    sizes = [[area(p.rectangle(rank)) for p in mine] for rank, mine in enumerate(held)]
+    mine = torch.cat([local[p.tensor.name] for p in held[mesh.rank]])
+    flats = comm.gather_to_first(mine, [sum(s) for s in sizes], mesh.group("world"))
+
+    pieces: dict[str, dict[int, Tensor]] = {name: {} for name in placements}
+    for rank, flat in enumerate(flats):
+        for placement, part in zip(held[rank], flat.split(sizes[rank]), strict=True):
+            pieces[placement.tensor.name][rank] = part.view(placement.shape(rank))
+    return {name: _assemble(placements[name], found) for name, found in pieces.items() if found}
 
 
 def _assemble(placement: Placement, pieces: Mapping[int, Tensor]) -> Tensor:

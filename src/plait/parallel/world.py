@@ -92,6 +92,11 @@ class World:
         dist.init_process_group(BACKENDS[self.device.type], store=store, rank=self.rank, world_size=self.size)
 
 
+def device_kind(asked: str) -> str:
+    """ "auto" is "cuda" where a GPU can be seen; looking does not start CUDA, so ranks can still be forked."""
+    return ("cuda" if torch.cuda.device_count() else "cpu") if asked == "auto" else asked
+
+
 def on_device(kind: str, local_rank: int) -> torch.device:
     """The device of a local rank: "cpu", or its own GPU for "cuda"."""
     if kind not in BACKENDS:

@@ -42,4 +42,8 @@ NOT_YET: tuple[tuple[str, Callable[[RunSpec], object], Callable[[RunSpec], bool]
 
 def unavailable(run: RunSpec) -> list[Violation]:
     """One violation for each thing that the run asks for and this version lacks."""
-    return [Violation(key, f"{value(run)!r} is not available in this version") for key, value, asked in NOT_YET if asked(run)]
+    return [
+        Violation(key, f"{value(run)!r} is not available in this version")
+        for key, value, asked in NOT_YET
+        if asked(run)
+    ]

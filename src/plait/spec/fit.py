@@ -59,7 +59,9 @@ def _layout_violations(run: RunSpec, world: int | None) -> list[Violation]:
     model, asked = run.model, run.layout
     found: list[Violation] = []
     if sorted(asked.order) != sorted(AXES):
-        found.append(Violation("layout.order", f"{list(asked.order)} is not {len(AXES)} axes", f"order all of {list(AXES)}"))
+        found.append(
+            Violation("layout.order", f"{list(asked.order)} is not {len(AXES)} axes", f"order all of {list(AXES)}")
+        )
     found += _divides("layout.tp", "heads", model.heads, asked.tp)
     kv, tp = model.kv_heads, asked.tp
     if kv % tp and tp % kv:
@@ -114,7 +116,9 @@ def _batch_violations(run: RunSpec, layout: Layout) -> list[Violation]:
 def _training_violations(run: RunSpec) -> list[Violation]:
     found = []
     if run.schedule.name not in KNOWN_SCHEDULES:
-        found.append(Violation("schedule.name", f"{run.schedule.name!r} is unknown", "one of " + ", ".join(KNOWN_SCHEDULES)))
+        found.append(
+            Violation("schedule.name", f"{run.schedule.name!r} is unknown", "one of " + ", ".join(KNOWN_SCHEDULES))
+        )
     optim, steps = run.optim, run.train.steps
     decay = optim.decay if optim.schedule == "wsd" else 0
     if optim.schedule != "constant" and optim.warmup + decay > steps:
@@ -123,5 +127,7 @@ def _training_violations(run: RunSpec) -> list[Violation]:
     if run.data.source == "tokens" and run.data.tokenizer is not None:
         found.append(Violation("data.tokenizer", "a token file is tokenized already", "leave it out"))
     if run.data.source in ("text", "jsonl", "parquet", "tokens") and not run.data.files:
-        found.append(Violation("data.files", f"source {run.data.source!r} has 0 files, needs at least 1", "name the files"))
+        found.append(
+            Violation("data.files", f"source {run.data.source!r} has 0 files, needs at least 1", "name the files")
+        )
     return found

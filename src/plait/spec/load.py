@@ -86,7 +86,9 @@ def _expand_preset(table: Table, source: str) -> Table:
     name = model["preset"]
     if name not in PRESETS:
         near = nearest(str(name), PRESETS)
-        raise InvalidRun([Violation("model.preset", f"{name!r} is unknown", near or "known: " + ", ".join(PRESETS))], source)
+        raise InvalidRun(
+            [Violation("model.preset", f"{name!r} is unknown", near or "known: " + ", ".join(PRESETS))], source
+        )
     fields = {key: value for key, value in model.items() if key != "preset"}
     return {**table, "model": {**PRESETS[name].model_dump(), **fields}}
 
@@ -109,7 +111,11 @@ def _unknown(table: Table, text: str) -> list[Violation]:
     sections = _fields(RunSpec)
     for name, content in table.items():
         if name not in sections:
-            where = f"did you mean [{', '.join(_homes(name, sections))}]?" if _homes(name, sections) else nearest(name, sections)
+            where = (
+                f"did you mean [{', '.join(_homes(name, sections))}]?"
+                if _homes(name, sections)
+                else nearest(name, sections)
+            )
             found.append(Violation(name, f"unknown section or key{_line(text, (name,))}", where))
         elif not isinstance(content, dict):
             found.append(Violation(name, f"is a section, not a value{_line(text, (name,))}", f"[{name}]"))

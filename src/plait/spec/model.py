@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
+from plait.spec.base import Spec
 from plait.spec.errors import Violation
 
 Part = Literal["embedding", "block", "head"]
@@ -57,14 +58,12 @@ class TensorSpec:
         return math.prod(self.shape)
 
 
-class RopeScaling(BaseModel):
+class RopeScaling(Spec):
     """How rotary frequencies are stretched beyond the length a model was first trained on.
 
     "linear" divides every frequency by `factor`; "llama3" only the low ones, with a ramp between the two wavelengths
     original_max_positions / low_freq_factor and / high_freq_factor.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["llama3", "linear"]
     factor: float
@@ -73,10 +72,8 @@ class RopeScaling(BaseModel):
     original_max_positions: int = 8192
 
 
-class ModelSpec(BaseModel):
+class ModelSpec(Spec):
     """A decoder-only transformer. Sizes are global; `kv_heads` defaults to `heads`, `head_dim` to hidden / heads."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     family: str = "llama"  # row of spec/families.py: the names it has at Hugging Face
     vocab: int

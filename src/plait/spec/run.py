@@ -79,7 +79,7 @@ class OptimSpec(Spec):
     name: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(3e-3, ge=0)
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    warmup: int = Field(30, ge=0)
+    warmup: int = Field(0, ge=0)
     decay: int = Field(0, ge=0)  # wsd: the last steps, in which the LR falls
     final: float = Field(0.1, ge=0, le=1)
     beta1: float = Field(0.9, ge=0, lt=1)

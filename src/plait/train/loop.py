@@ -10,7 +10,7 @@ from time import perf_counter
 import torch.distributed as dist
 
 from plait.data import Data, batch, batches_in, open_data, rows_of
-from plait.models import Decoder
+from plait.models.decoder import Decoder
 from plait.parallel.faults import strike
 from plait.parallel.mesh import Mesh
 from plait.parallel.parallelize import Parallel, parallelize
@@ -80,7 +80,7 @@ def _one_step(training: Training, number: int) -> Metrics:
     seconds = perf_counter() - start
     tokens = run.batch.global_size * run.batch.sequence
     peak = peak_flops(mesh.device, run.precision.compute)
-    flops = flops_per_token(run.model, run.batch.sequence) * tokens
+    flops = flops_per_token(run.model, run.batch.sequence).training * tokens
     mfu = None if peak is None else flops / seconds / (peak * mesh.layout.world)
     return Metrics(number, sums.loss, sums.norm, lr, sums.labels, step.updates, seconds, tokens / seconds, mfu)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch._dynamo  # any optimizer's first step imports it, seconds: once here, not in each forked rank
 
 from plait.parallel.weights import Held
 from plait.spec.run import OptimSpec

@@ -136,4 +136,3 @@ def boundary(run: RunSpec, mesh: Mesh) -> Signature:
     """What travels between two stages: one tensor (B, T, d), or (B, T/tp, d) where tokens are split."""
     parts = mesh.layout.tp if mesh.layout.sequence_parallel else 1
     return (((run.batch.micro_size, run.batch.sequence // parts, run.model.hidden), DTYPES[run.precision.compute]),)
-

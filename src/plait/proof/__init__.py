@@ -1,0 +1,1 @@
+"""The same run on one device and on a layout, compared: what `plait verify` prints."""

@@ -1,0 +1,123 @@
+"""Random legal runs for `plait verify --random`: model shape × layout × schedule × dropout × masks, at tiny sizes.
+
+A draw is a pure function of (seed, number). Whatever a later axis brings joins as one more choice here and one more
+row of `FEATURES`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from plait.spec.available import SCHEDULES
+from plait.spec.fit import fit, violations
+from plait.spec.model import ModelSpec
+from plait.spec.run import BatchSpec, DataSpec, LayoutSpec, RunSpec, ScheduleSpec, TrainSpec
+
+MOST_RANKS = 8
+ORDERS = (("pp", "dp", "cp", "tp"), ("dp", "pp", "cp", "tp"), ("tp", "dp", "cp", "pp"))
+
+# What a set of draws is asked to cover: name -> whether a run has it.
+FEATURES: Mapping[str, Callable[[RunSpec], bool]] = {
+    "tp > 1": lambda r: r.layout.tp > 1,
+    "pp > 1": lambda r: r.layout.pp > 1,
+    "dp > 1": lambda r: (r.layout.dp or 1) > 1,
+    "three axes > 1": lambda r: min(r.layout.tp, r.layout.pp, r.layout.dp or 1) > 1,
+    "sequence parallel": lambda r: r.layout.sequence_parallel and r.layout.tp > 1,
+    **{f"schedule {name}": lambda r, name=name: r.schedule.name == name for name in SCHEDULES},  # type: ignore[misc]
+    "accumulation": lambda r: r.batch.global_size > r.batch.micro_size * (r.layout.dp or 1),
+    "other rank order": lambda r: r.layout.order != ORDERS[0],
+    "tied": lambda r: r.model.tied,
+    "tied over stages": lambda r: r.model.tied and r.layout.pp > 1,
+    "kv < tp": lambda r: r.model.kv_heads < r.layout.tp,
+    "grouped heads": lambda r: 1 < r.model.kv_heads < r.model.heads,
+    "uneven layers": lambda r: r.model.layers % r.layout.pp > 0,
+    "uneven vocabulary": lambda r: r.model.vocab % r.layout.tp > 0,
+    "uneven ffn": lambda r: r.model.ffn % r.layout.tp > 0,
+    "dropout": lambda r: r.model.dropout > 0,
+    "attention dropout": lambda r: r.model.attention_dropout > 0,
+    "learned positions": lambda r: r.model.positions == "learned",
+    "layer norm": lambda r: r.model.norm == "layer",
+    "gelu": lambda r: r.model.mlp != "swiglu",
+    "biases": lambda r: r.model.out_bias,
+    "qk norm": lambda r: r.model.qk_norm,
+    "window": lambda r: r.model.window is not None,
+    "masked documents": lambda r: r.data.mask_documents,
+    "uneven labels": lambda r: r.data.source == "synthetic",
+}
+
+
+def draw_run(seed: int, number: int) -> RunSpec:
+    """The `number`-th legal run of a seed."""
+    dice = random.Random(f"plait {seed} {number}")
+    while True:
+        run = _draw(dice)
+        if not violations(run):
+            return run
+
+
+def coverage(runs: list[RunSpec]) -> dict[str, float]:
+    """Feature -> share of the runs that have it."""
+    return {name: sum(has(run) for run in runs) / len(runs) for name, has in FEATURES.items()}
+
+
+def _draw(dice: random.Random) -> RunSpec:
+    layout = _layout(dice)
+    micro, micro_batches = dice.choice((1, 1, 2, 3)), dice.choice((1, 2, 3, 4, 5))
+    sequence = dice.choice((8, 12, 16)) if layout.sequence_parallel else dice.choice((7, 8, 11, 16))
+    return RunSpec(
+        model=_model(dice, layout, sequence),
+        layout=layout,
+        schedule=ScheduleSpec(name=dice.choice(SCHEDULES)),
+        batch=BatchSpec(global_size=(layout.dp or 1) * micro * micro_batches, micro_size=micro, sequence=sequence),
+        data=DataSpec(source="synthetic", mask_documents=dice.random() < 0.3),
+        train=TrainSpec(seed=dice.randrange(2**31)),
+    )
+
+
+def _layout(dice: random.Random) -> LayoutSpec:
+    while True:
+        tp, pp, dp = dice.choice((1, 2, 2, 4)), dice.choice((1, 2, 2, 3, 4)), dice.choice((1, 2, 2, 3, 4))
+        if tp * pp * dp <= MOST_RANKS:
+            break
+    order = dice.choice((ORDERS[0], *ORDERS))
+    return LayoutSpec(tp=tp, pp=pp, dp=dp, sequence_parallel=dice.random() < 0.6, order=order)
+
+
+def _model(dice: random.Random, layout: LayoutSpec, sequence: int) -> ModelSpec:
+    def chance(share: float) -> bool:
+        return dice.random() < share
+
+    kv_heads = dice.choice((1, 1, 2, 4))
+    positions: Any = dice.choice(("rotary", "rotary", "learned"))
+    return ModelSpec(
+        vocab=dice.choice((29, 32, 61)),
+        hidden=dice.choice((12, 20, 24)),
+        layers=max(layout.pp, dice.choice((2, 3, 4, 5))),
+        heads=kv_heads * dice.choice((1, 2, 4)),
+        kv_heads=kv_heads,
+        head_dim=dice.choice((2, 4, 6)),
+        ffn=dice.choice((16, 21, 30)),
+        max_sequence=sequence + dice.choice((0, 3)),
+        norm=dice.choice(("rms", "layer")),
+        positions=positions,
+        mlp=dice.choice(("swiglu", "gelu", "gelu_tanh")),
+        qk_norm=chance(0.3),
+        qkv_bias=chance(0.5),
+        out_bias=chance(0.5),
+        mlp_bias=chance(0.5),
+        window=dice.choice((None, None, 3, 6)),
+        tied=chance(0.5),
+        dropout=dice.choice((0.0, 0.1)),
+        attention_dropout=dice.choice((0.0, 0.0, 0.2)),
+    )
+
+
+def one_line(run: RunSpec) -> str:
+    """One line that names a drawn run."""
+    layout, model = fit(run), run.model
+    return (
+        f"tp {layout.tp} pp {layout.pp} dp {layout.dp} {run.schedule.name} layers {model.layers} "
+        f"heads {model.heads}/{model.kv_heads} vocab {model.vocab}"
+    )

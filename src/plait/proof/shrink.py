@@ -1,0 +1,58 @@
+"""The smallest legal run with the same split: the same layout, schedule and features, tiny sizes that do not divide."""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import Any
+
+from plait.spec.run import RunSpec
+
+
+def shrink(run: RunSpec) -> RunSpec:
+    """A run of seconds that meets every mechanism that `run` does. Nothing grows beyond the original."""
+    return run.model_copy(update={"model": run.model.model_copy(update=_model(run)), "batch": _batch(run)})
+
+
+def _model(run: RunSpec) -> dict[str, Any]:
+    model, layout = run.model, run.layout
+    ratio = model.heads // model.kv_heads
+    kv_heads = _least(model.kv_heads, [n for n in (1, 2, 4, 8, layout.tp) if _kv_fits(n, ratio, run)])
+    heads = kv_heads * ratio
+    head_dim = min(model.head_dim, 4)
+    stages = layout.pp * run.schedule.chunks
+    return {
+        "kv_heads": kv_heads,
+        "heads": heads,
+        "head_dim": head_dim,
+        "hidden": min(model.hidden, 24),
+        "ffn": min(model.ffn, max(21, layout.tp)),
+        "vocab": min(model.vocab, max(61, layout.tp)),
+        "layers": min(model.layers, stages + (1 if model.layers % stages else 0) if stages > 1 else 2),
+        "max_sequence": min(model.max_sequence, _sequence(run)),
+        "window": None if model.window is None else min(model.window, 5),
+    }
+
+
+def _kv_fits(kv_heads: int, ratio: int, run: RunSpec) -> bool:
+    """The same relation to tp as in the whole run: kv heads that every rank shares, or copies of them."""
+    tp, model = run.layout.tp, run.model
+    legal = (kv_heads % tp == 0 or tp % kv_heads == 0) and kv_heads * ratio % tp == 0
+    return legal and (kv_heads < tp) == (model.kv_heads < tp) and model.kv_heads % kv_heads == 0
+
+
+def _least(otherwise: int, candidates: list[int]) -> int:
+    return min([otherwise, *candidates])
+
+
+def _sequence(run: RunSpec) -> int:
+    return min(run.batch.sequence, lcm(run.layout.cp * 2, run.layout.tp) * (1 if run.layout.tp >= 8 else 4))
+
+
+def _batch(run: RunSpec) -> Any:
+    dp = run.layout.dp or 1
+    micro_batches = run.batch.global_size // (dp * run.batch.micro_size)
+    keep = min(micro_batches, 2 * run.layout.pp + 1)
+    micro = min(run.batch.micro_size, 2)
+    return run.batch.model_copy(
+        update={"micro_size": micro, "global_size": dp * micro * keep, "sequence": _sequence(run)}
+    )

@@ -1,0 +1,139 @@
+"""One rank's whole job: train, tell the sinks, and say at the end what came of it. Only rank 0 speaks and writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from plait.data import announce_repetition
+from plait.models.decoder import Decoder
+from plait.models.hf import load_weights
+from plait.models.sample import sample
+from plait.parallel import collectives as comm
+from plait.parallel.parallelize import DTYPES
+from plait.parallel.weights import gather_whole
+from plait.parallel.world import World
+from plait.spec.run import RunSpec
+from plait.spec.units import format_bytes, format_count
+from plait.train.loop import Training, prepare, train_steps
+from plait.train.metrics import Metrics, Summary, peak_memory
+from plait.train.sinks import Sink, open_sinks
+
+PROMPT = "def "  # what a sample begins with
+
+
+def train(world: World, run: RunSpec, folder: Path | None) -> Summary | None:
+    """Train on this rank of the world; rank 0 gets the summary. `folder` is the run's directory, made already."""
+    training = prepare(run, world)
+    if world.rank == 0:
+        for line in _opening(training):
+            print(line, file=sys.stderr, flush=True)
+    history: list[Metrics] = []
+    with _sinks(training, folder) as sinks:
+        for metrics in train_steps(training):
+            history.append(metrics)
+            for sink in sinks:
+                sink.write(metrics, peak_memory(training.mesh.device))
+    _record_spans(training, folder)
+    return _summary(training, history, folder)
+
+
+@contextmanager
+def _sinks(training: Training, folder: Path | None) -> Iterator[list[Sink]]:
+    if training.world.rank > 0:
+        yield []
+        return
+    with open_sinks(training.run, folder) as sinks:
+        yield sinks
+
+
+def _opening(training: Training) -> list[str]:
+    """What a run says before its first step: sizes, split, precision, data."""
+    run, layout, data = training.run, training.mesh.layout, training.data
+    axes = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in layout.order)
+    micro_batches = training.step.schedule.micro_batches
+    precision = run.precision
+    repetition = announce_repetition(data.train, run.train.steps, run.batch.global_size)
+    return [
+        f"model: {run.model.family}, {format_count(run.model.parameter_count())} parameters",
+        f"layout: {layout.world} ranks = {axes}{', sequence parallel' if layout.sequence_parallel else ''}; "
+        f"schedule {run.schedule.name}, {micro_batches} micro-batches of {run.batch.micro_size} × {run.batch.sequence}",
+        f"precision: compute {precision.compute}, gradients accumulated in {precision.grad_accumulate} "
+        f"and reduced in {precision.grad_reduce}",
+        data.summary,
+        *data.notices,
+        *([repetition] if repetition else []),
+    ]
+
+
+def _record_spans(training: Training, folder: Path | None) -> None:
+    """spans.jsonl: the last step's actions of every rank, seconds on each rank's own clock."""
+    mesh = training.mesh
+    mine = [
+        {"kind": s.action.kind, "stage": s.action.stage, "micro": s.action.micro, "start": s.start, "end": s.end}
+        for s in training.step.spans
+    ]
+    everyone = comm.gather_bytes(json.dumps(mine).encode(), mesh.group("world"))
+    if folder is not None and mesh.rank == 0:
+        with (folder / "spans.jsonl").open("w", encoding="utf-8") as file:
+            for rank, content in enumerate(everyone):
+                for span in json.loads(content):
+                    print(json.dumps({"rank": rank, **span}), file=file)
+
+
+def _summary(training: Training, history: list[Metrics], folder: Path | None) -> Summary | None:
+    run, mesh = training.run, training.mesh
+    peaks = comm.gather_bytes(str(peak_memory(mesh.device)).encode(), mesh.group("world"))
+    text = _sample(training) if run.train.sample else None
+    if mesh.rank > 0:
+        return None
+    steady = history[1:] or history  # the first step is counted and warms up
+    return Summary(
+        steps=len(history),
+        loss_first=history[0].loss,
+        loss_last=history[-1].loss,
+        eval_loss=history[-1].eval_loss,
+        tokens_per_second=len(steady) / sum(1 / m.tokens_per_second for m in steady),
+        parameters=run.model.parameter_count(),
+        layout=mesh.layout.model_dump(),
+        world=mesh.layout.world,
+        peak_memory_bytes=[int(peak) for peak in peaks],
+        collectives=training.traffic or {},
+        run_dir=None if folder is None else str(folder),
+        bigram_loss=training.data.bigram() if history[-1].eval_loss is not None else None,
+        sample=text,
+    )
+
+
+def _sample(training: Training) -> str | None:
+    """Some text from the trained weights, gathered on rank 0 into a model of one device."""
+    run, mesh, data = training.run, training.mesh, training.data
+    parts = [part for held in training.parallel.held for part in held.parts(held.parameter)]
+    whole = gather_whole(parts, training.parallel.placements, mesh)
+    if mesh.rank > 0:
+        return None
+    model = Decoder(run.model, mesh.device, DTYPES[run.precision.compute])
+    load_weights(model, whole)
+    prompt = torch.tensor([data.encode(PROMPT)], device=mesh.device)
+    generator = torch.Generator(mesh.device).manual_seed(run.train.seed)
+    return data.decode(sample(model, prompt, run.train.sample, 0.8, generator)[0].tolist())
+
+
+def closing(summary: Summary) -> list[str]:
+    """The end of a run in words."""
+    lines = [f"{summary.steps} steps, loss {summary.loss_first:.4f} to {summary.loss_last:.4f}"]
+    if summary.eval_loss is not None:
+        bigram = "" if summary.bigram_loss is None else f" (a bigram table: {summary.bigram_loss:.4f})"
+        lines.append(f"validation loss {summary.eval_loss:.4f} nats/token{bigram}")
+    peak = max(summary.peak_memory_bytes)
+    lines.append(f"{format_count(summary.tokens_per_second)} tokens/s, at most {format_bytes(peak)} a rank")
+    if summary.run_dir is not None:
+        lines.append(f"in {summary.run_dir}")
+    if summary.sample is not None:
+        lines += ["", summary.sample]
+    return lines
