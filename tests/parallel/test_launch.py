@@ -126,7 +126,7 @@ def test_a_parent_that_has_used_its_cores_can_still_launch() -> None:
     assert launch(2, lambda world: torch.exp(torch.zeros(1000, 1000)).sum().item(), threads=2) == [1e6, 1e6]
 
 
-def test_a_rank_that_is_done_stays_for_the_one_that_needs_its_store() -> None:
+def test_ranks_that_are_done_do_not_disturb_the_others() -> None:
     def slow_group(rank: int, world: int) -> bool:
         if rank > 0:
             time.sleep(0.5)
@@ -206,6 +206,19 @@ def test_what_gloo_says_of_a_dead_peer_is_known_as_such(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="rank 1: exit code 3"):
         on_ranks(2, target)
     assert (tmp_path / "seen").read_text() == "True"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_death_while_groups_are_made_is_told_without_noise(victim: int, capfd: pytest.CaptureFixture[str]) -> None:
+    def target(rank: int, world: int) -> None:
+        if rank == victim:
+            os._exit(3)
+        dist.new_group([0, 1, 2])
+
+    for _ in range(3):
+        with pytest.raises(RankFailed, match=f"rank {victim}: exit code 3"):
+            on_ranks(3, target)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_result_that_cannot_be_sent_is_that_ranks_failure() -> None:

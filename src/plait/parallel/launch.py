@@ -1,8 +1,8 @@
 """Local ranks: forked from one warm process, watched by it, ended together, and the first to fail named.
 
-Nothing is split here. The parent binds a port before it forks and rank 0 inherits the open socket, so no other job can
-take it in between. A rank that raises reports and then stays: its connections close only once the parent knows. So of
-the ranks that fail, those that died come first, then those that raised, then those that only lost a peer.
+Nothing is split here. Ranks meet in a file that all inherit: no port to find, and no rank whose death deafens the rest.
+A rank that raises reports and then stays: its connections close only once the parent knows. So of the ranks that fail,
+those that died come first, then those that raised, then those that only lost a peer.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def launch(
     _refuse_unforkable()
     job = _Job(world)
     try:
-        with _interrupts_held(), socket.create_server(("127.0.0.1", 0), backlog=max(128, world)) as door:
-            for rank in range(world):
-                job.fork(lambda rank: _join_and_run(job.world(rank, device), door, threads, lambda w: target(w, *args)))
+        with _interrupts_held():
+            for _ in range(world):
+                job.fork(lambda rank: target(job.join(rank, device, threads), *args))
         return job.wait(timeout_s)
     finally:
         job.end()
@@ -121,10 +121,19 @@ class _Job:
         memory = memoryview(mmap.mmap(-1, world * Mark.size))
         self._marks = [Mark(memory[i * Mark.size : (i + 1) * Mark.size]) for i in range(world)]
         self._leave, self._stay = os.pipe()  # ranks stay until the parent's end is closed
+        self._meeting, self._meeting_path = _open_meeting()
         self._parent = os.getpid()
 
-    def world(self, rank: int, device: str) -> World:
-        return World(rank, len(self._marks), rank, on_device(device, rank), self._marks[rank])
+    def join(self, rank: int, device: str, threads: int | None) -> World:
+        """In a child: take its share of the cores and meet the others."""
+        size = len(self._marks)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(threads or max(1, cores // size))
+        # A host name that resolves nowhere, or to another machine, must not matter to ranks that share one machine.
+        os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        world = World(rank, size, rank, on_device(device, rank), self._marks[rank])
+        world.join(dist.FileStore(self._meeting_path, size))  # type: ignore[attr-defined]
+        return world
 
     def fork(self, run: Callable[[int], Any]) -> None:
         """One more child, which runs `run(rank)`, reports what became of it, and never comes back from here."""
@@ -174,6 +183,7 @@ class _Job:
             self._signal(signal.SIGKILL)
             self._gone(10.0)
             os.close(self._leave)
+            self._meeting.close()
             for rank in self._ranks:
                 os.close(rank.pipe)
                 rank.trace.close()
@@ -236,20 +246,13 @@ class _Job:
             pause = min(2 * pause, 0.02)
 
 
-def _join_and_run(world: World, door: socket.socket, threads: int | None, target: Callable[[World], T]) -> T:
-    """In the child: take the share of the cores, meet the others through the parent's socket, and do the work."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(threads or max(1, cores // world.size))
-    # A host name that resolves nowhere, or to another machine, must not matter to ranks that share one machine.
-    os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    host, port = door.getsockname()
-    first = world.rank == 0
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, world.size, first, wait_for_workers=False, master_listen_fd=door.detach() if first else None
-    )
-    door.close()
-    world.join(store)
-    return target(world)
+def _open_meeting() -> tuple[IO[bytes], str]:
+    """A file for the ranks to meet in and its path for them; on Linux it has no name that a kill could leave behind."""
+    if sys.platform == "linux":
+        file = os.fdopen(os.memfd_create("plait"), "wb")
+        return file, f"/proc/self/fd/{file.fileno()}"
+    named = tempfile.NamedTemporaryFile()  # noqa: SIM115  closed in end()
+    return named, named.name
 
 
 def _report(pipe: IO[bytes], run: Callable[[], Any]) -> None:
