@@ -126,6 +126,13 @@ def test_micro_batches_are_the_batch_cut_by_rows() -> None:
             assert all(x is y is None or torch.equal(x, y) for x, y in zip(part, alone, strict=True))
 
 
+def test_epochs_reshuffle() -> None:
+    samples = Samples(Windows(stream_of([range(1000)]), 16), seed=1)
+    orders = [[samples.index(epoch * len(samples) + n) for n in range(len(samples))] for epoch in range(3)]
+    assert all(sorted(order) == list(range(62)) for order in orders)
+    assert orders[0] != orders[1] != orders[2] != orders[0] and orders[0] != sorted(orders[0])
+
+
 def test_the_seed_changes_the_order_and_nothing_else_does() -> None:
     windows = Windows(stream_of([range(1000)]), 16)
     first, again, other = (batch(Samples(windows, seed), 2, 8).tokens for seed in (1, 1, 2))
@@ -186,6 +193,8 @@ def test_held_out_documents_are_not_trained_on(tmp_path: Path) -> None:
 
     trained, held = documents(data.train), documents(data.validation)
     assert not trained & held and trained | held == set(texts) and 30 < len(held) < 90
+    labels = [batch(data.validation, step, 16).valid_labels() for step in range(batches_in(data.validation, 16) + 1)]
+    assert sum(labels) == len(data.validation) * 21 and labels[-1] == 0  # each once, and nothing after that
 
 
 def test_sources_with_weights_can_be_mixed_without_touching_the_sampler() -> None:

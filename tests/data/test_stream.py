@@ -66,6 +66,15 @@ def test_documents_are_found_by_their_separators_as_by_their_offsets() -> None:
             assert by_separator.part(start, stop).beginnings(0, stop - start).tolist() == expected
 
 
+def test_a_part_of_a_part_keeps_its_place() -> None:
+    stream = Stream((np.arange(100, 120),), 0, 20, ends=np.array([4, 9, 20]), trained=np.arange(20, dtype=np.uint8) % 2)
+    part = stream.part(3, 18).part(4, 9)  # tokens 7 to 11
+    allowed = part.labels_allowed(0, 5)
+    assert len(part) == 5 and part.tokens(1, 3).tolist() == [108, 109]
+    assert part.beginnings(0, 5).tolist() == [False, False, True, False, False]
+    assert allowed is not None and allowed.tolist() == [True, False, True, False, True]
+
+
 def test_the_last_share_of_a_token_file_is_validation(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(1000))
     data = open_data(tokens_spec(tmp_path / "a.npy", validation=0.1), 9, 0, vocab=1000)

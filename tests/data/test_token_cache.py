@@ -92,6 +92,17 @@ def test_ranks_that_start_together_find_the_same_tokens(tmp_path: Path) -> None:
     assert len(log.read_text().splitlines()) == 4 and len(set(log.read_text().splitlines())) == 1
 
 
+def test_a_finished_folder_gets_its_name_by_one_rename(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "tokens"
+
+    def build(building: Path) -> dict[str, Any]:
+        assert building != folder and not folder.exists()
+        return {"inode": building.stat().st_ino}
+
+    build_once(folder, build)
+    assert manifest_of(folder) == {"inode": folder.stat().st_ino, "sizes": {}}
+
+
 def test_a_build_that_is_killed_leaves_nothing_that_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "tokens"
 
@@ -100,9 +111,9 @@ def test_a_build_that_is_killed_leaves_nothing_that_is_read(tmp_path: Path) -> N
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
-    assert in_processes(1, lambda: build_once(folder, killed) and None) == [-signal.SIGKILL]
+    assert in_processes(1, lambda: build_once(folder, killed)) == [-signal.SIGKILL]
     assert not folder.exists() and list(folder.parent.glob("tokens.building-*"))
-    assert build_once(folder, note(tmp_path / "log", 0))
+    build_once(folder, note(tmp_path / "log", 0))
     assert (folder / "part").read_bytes() == b"whole"
     assert sorted(p.name for p in folder.parent.iterdir()) == ["tokens", "tokens.lock"]
 
@@ -117,7 +128,7 @@ def test_ranks_that_wait_for_a_builder_that_is_killed_build_themselves(tmp_path:
             os.kill(os.getpid(), signal.SIGKILL)
         return note(log)(building)
 
-    codes = in_processes(4, lambda: build_once(folder, first_dies) and None)
+    codes = in_processes(4, lambda: build_once(folder, first_dies))
     assert sorted(codes) == [-signal.SIGKILL, 0, 0, 0]
     assert log.read_text() == "died\nbuilt\n"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from plait.data.cache import build_once, default_cache, fallback_cache, glob_safe, manifest_of
+from plait.data.cache import build_once, default_cache, fallback_cache, manifest_of
 from plait.data.documents import Document, held_out, list_files, read_documents
 from plait.data.stream import Flags, Stream, StreamWriter, Tokens, open_stream
 from plait.data.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ def open_cache(spec: DataSpec, tokenizer: Tokenizer) -> Cached:
 
     root, notices = Path(spec.cache).expanduser() if spec.cache else default_cache(), []
     try:
-        built = build_once(root / name, build)
+        build_once(root / name, build)
     except OSError as error:
         if spec.cache:
             raise DataError(
@@ -80,9 +80,9 @@ def open_cache(spec: DataSpec, tokenizer: Tokenizer) -> Cached:
             ) from error
         root, refused = fallback_cache(), root
         notices.append(f"{refused} cannot be written ({error.strerror}): tokens are cached in {root} instead")
-        built = build_once(root / name, build)
-    if built and (older := [p for p in root.glob(f"{glob_safe(settings)}-*") if p.name != name and manifest_of(p)]):
-        notices.append(f"data files changed: tokens built again; {', '.join(map(str, older))} may be deleted")
+        build_once(root / name, build)
+    if older := [str(p) for p in root.glob(f"{settings}-*") if p.name != name and manifest_of(p)]:
+        notices.append(f"data files changed since {', '.join(sorted(older))}: delete it when no other job reads it")
     manifest = manifest_of(root / name)
     assert manifest is not None, f"{root / name} vanished"
     train, validation = (open_stream(root / name, part, dtype, separator) for part in PARTS)

@@ -9,6 +9,7 @@ not known here.
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import os
 import shutil
@@ -43,34 +44,29 @@ def manifest_of(folder: Path) -> dict[str, Any] | None:
     return manifest if sizes == manifest["sizes"] else None
 
 
-def build_once(folder: Path, build: Callable[[Path], dict[str, Any]]) -> bool:
-    """Make `folder` complete; True if this call built it. Needs no write access if it is complete already.
+def build_once(folder: Path, build: Callable[[Path], dict[str, Any]]) -> None:
+    """Make `folder` complete. Needs no write access if it is complete already.
 
     `build(empty)` fills a folder and returns what the manifest shall say of it. An OSError (no space, no permission)
     and whatever `build` raises pass through, and leave nothing that would be read.
     """
     if manifest_of(folder) is not None:
-        return False
+        return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _lock(folder.with_name(f"{folder.name}.lock")) as alone:
         if manifest_of(folder) is not None:
-            return False
+            return
         mine = f"{folder.name}.building-{socket.gethostname()}-"
         if alone:
-            for dead in folder.parent.glob(f"{glob_safe(mine)}*"):
+            for dead in folder.parent.glob(f"{glob.escape(mine)}*"):
                 shutil.rmtree(dead, ignore_errors=True)
         building = Path(tempfile.mkdtemp(prefix=mine, dir=folder.parent))
         try:
             building.chmod(0o755)  # mkdtemp makes it private; a shared cache is read by others
             _finish(building, build(building))
-            return _publish(building, folder)
+            _publish(building, folder)
         finally:
             shutil.rmtree(building, ignore_errors=True)
-
-
-def glob_safe(name: str) -> str:
-    """`name` as a pattern that matches only itself."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 @contextmanager
@@ -95,8 +91,8 @@ def _finish(building: Path, manifest: dict[str, Any]) -> None:
         os.close(handle)
 
 
-def _publish(building: Path, folder: Path) -> bool:
-    """Give the finished folder its name; False if another builder was first."""
+def _publish(building: Path, folder: Path) -> None:
+    """Give the finished folder its name, unless another builder was first."""
     if folder.exists() and manifest_of(folder) is None:
         shutil.rmtree(folder)  # damaged from outside: never read, so no one has it mapped
     try:
@@ -104,5 +100,3 @@ def _publish(building: Path, folder: Path) -> bool:
     except OSError:
         if manifest_of(folder) is None:
             raise
-        return False
-    return True
