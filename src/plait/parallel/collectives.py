@@ -1,15 +1,15 @@
 """Every communication of the project, and nothing that knows what is being communicated.
 
-| name               | forward              | backward             | who uses it                                          |
-|--------------------|----------------------|----------------------|------------------------------------------------------|
-| all_gather         | all-gather           | (by the caller)      | column inputs, row output gradients (sequence split) |
-| reduce_scatter     | reduce-scatter       | (by the caller)      | row outputs, column input gradients (sequence split) |
-| all_reduce         | all-reduce           | (by the caller)      | row outputs, column input gradients, cross-entropy   |
-| sum_partial        | all-reduce           | identity             | embedding                                            |
-| scatter_partial    | reduce-scatter       | all-gather           | embedding (sequence split)                           |
-| sum_in_place       | all-reduce           | none                 | gradient buckets, norm and loss, label counts        |
-| send, receive      | point to point       | none                 | pipeline                                             |
-| gather_to_first    | point to point       | none                 | proofs and samples, never on the hot path            |
+| name            | forward        | backward        | who uses it                                               |
+|-----------------|----------------|-----------------|-----------------------------------------------------------|
+| all_gather      | all-gather     | (by the caller) | column inputs, row output gradients, where tokens are split |
+| reduce_scatter  | reduce-scatter | (by the caller) | row outputs, column input gradients, where tokens are split |
+| all_reduce      | all-reduce     | (by the caller) | row outputs, column input gradients, cross-entropy        |
+| sum_partial     | all-reduce     | identity        | embedding                                                 |
+| scatter_partial | reduce-scatter | all-gather      | embedding, where tokens are split                         |
+| sum_in_place    | all-reduce     | none            | gradient buckets, norm and loss, label counts             |
+| send, receive   | point to point | none            | pipeline                                                  |
+| gather_to_first | point to point | none            | proofs and samples, never on the hot path                 |
 
 Inside a block the start/finish pairs are functional operators, which torch.compile traces and a dispatch mode counts:
 `finish` must be called before the tensor is read. Every function is the identity in a group of one.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -58,17 +58,19 @@ class Group:
 
 def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Begin the sum (or "max") of x over the group; the result has x's shape."""
-    return x if group.size == 1 else _op.all_reduce(x, op, group.handle)
+    return x if group.size == 1 else cast(Tensor, _op.all_reduce(x, op, group.handle))
 
 
 def finish_all_reduce(x: Tensor, group: Group) -> Tensor:
     """The sum, ready to be read."""
-    return x if group.size == 1 else _op.wait_tensor(x)
+    return x if group.size == 1 else cast(Tensor, _op.wait_tensor(x))
 
 
 def start_all_gather(x: Tensor, group: Group) -> Tensor:
     """Begin to gather (A, T/n, …) from n ranks; the pending tensor is (n·A, T/n, …)."""
-    return x if group.size == 1 else _op.all_gather_into_tensor(x.contiguous(), group.size, group.handle)
+    if group.size == 1:
+        return x
+    return cast(Tensor, _op.all_gather_into_tensor(x.contiguous(), group.size, group.handle))
 
 
 def finish_all_gather(x: Tensor, group: Group) -> Tensor:
@@ -87,15 +89,15 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Tensor:
     n = group.size
     pieces = x.unflatten(1, (n, x.shape[1] // n)).transpose(0, 1).contiguous()  # (n, A, T/n, …)
     if group.scatters_by_exchange:
-        return _op.all_to_all_single(pieces, [1] * n, [1] * n, group.handle)
-    return _op.reduce_scatter_tensor(pieces, "sum", n, group.handle)
+        return cast(Tensor, _op.all_to_all_single(pieces, [1] * n, [1] * n, group.handle))
+    return cast(Tensor, _op.reduce_scatter_tensor(pieces, "sum", n, group.handle))
 
 
 def finish_reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """This rank's piece of the sum: (A, T/n, …)."""
     if group.size == 1:
         return x
-    pieces = _op.wait_tensor(x)
+    pieces: Tensor = _op.wait_tensor(x)
     return pieces.sum(0) if group.scatters_by_exchange else pieces[0]
 
 
@@ -113,7 +115,7 @@ class _SumPartial(torch.autograd.Function):
         return all_reduce(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -124,18 +126,18 @@ class _ScatterPartial(torch.autograd.Function):
         return finish_reduce_scatter(start_reduce_scatter(x, group), group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return finish_all_gather(start_all_gather(grad, ctx.group), ctx.group), None
 
 
 def sum_partial(x: Tensor, group: Group) -> Tensor:
     """The sum of partial x over the group; each rank goes on with the same value, so the gradient passes through."""
-    return x if group.size == 1 else _SumPartial.apply(x, group)
+    return x if group.size == 1 else cast(Tensor, _SumPartial.apply(x, group))  # type: ignore[no-untyped-call]
 
 
 def scatter_partial(x: Tensor, group: Group) -> Tensor:
     """The sum of partial x (B, T, …), each rank going on with its piece (B, T/n, …)."""
-    return x if group.size == 1 else _ScatterPartial.apply(x, group)
+    return x if group.size == 1 else cast(Tensor, _ScatterPartial.apply(x, group))  # type: ignore[no-untyped-call]
 
 
 # --- outside blocks ------------------------------------------------------------------------------------------------

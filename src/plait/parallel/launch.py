@@ -294,7 +294,7 @@ def _interrupts_held() -> Iterator[None]:
 def _refuse_unforkable() -> None:
     """A forked child has only one of its parent's threads, and no use of its CUDA context: refuse both."""
     hint = "launch before anything else starts them, from a fresh process"
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         raise UsageError("cannot fork ranks: this process has initialised CUDA", hint)
     if dist.is_initialized():
         raise UsageError("cannot fork ranks: this process is itself a rank of a process group", hint)

@@ -17,7 +17,7 @@ TIMEOUT = timedelta(minutes=10)
 
 
 class Mesh:
-    """This process's place in a layout. Asking for a group is collective: all ranks ask for the same ones in one order."""
+    """This process's place in a layout. Asking for a group is collective: all ranks ask for the same, in one order."""
 
     def __init__(self, layout: Layout, device: torch.device | str = "cpu") -> None:
         joined = dist.is_initialized()

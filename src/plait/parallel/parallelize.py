@@ -69,7 +69,7 @@ def _cut(model: Decoder, stages: StageMap, index: int) -> Decoder:
 
 def _rectangles(placements: Mapping[str, Placement], mesh: Mesh) -> dict[str, tuple[Rectangle, ...]]:
     """A module parameter's path (both paths of a tied tensor) -> this rank's rectangles of what it stacks."""
-    found = {}
+    found: dict[str, tuple[Rectangle, ...]] = {}
     for home, stacked in homes(placements, mesh.rank).items():
         rectangles = tuple(p.rectangle(mesh.rank) for p in stacked)
         found |= {path: rectangles for path in (home, stacked[0].tensor.also) if path is not None}

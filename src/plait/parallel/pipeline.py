@@ -1,9 +1,9 @@
 """The executor: one rank's program of a lowered schedule, action by action. There is no other micro-batch loop.
 
-| what is split        | forward                                    | backward                              | replaces           |
-|----------------------|--------------------------------------------|---------------------------------------|--------------------|
-| the list of blocks   | one message per boundary and micro-batch   | one message back, of the same size    | Decoder.blocks,    |
-|                      |                                            |                                       | and the ends       |
+| what is split      | forward                   | backward                  | replaces                  |
+|--------------------|---------------------------|---------------------------|---------------------------|
+| the list of blocks | a message per boundary    | a message back of the     | Decoder.blocks, both ends |
+|                    | and micro-batch           | same size                 |                           |
 
 Receives are posted where the schedule says (before they are needed), sends never block; activations and gradients
 travel on communicators of their own. It knows nothing of what a stage computes.
@@ -87,7 +87,7 @@ class Pipeline:
             self.reducer.flush(action.stage)
 
     def _receive(self, schedule: Schedule, action: Action) -> None:
-        message, stage = action.message, self.stages[action.stage]
+        message, stage = _message(action), self.stages[action.stage]
         group = self.channels[message.what]
         source = schedule.owner[message.source]
         signature = stage.inputs if message.what == "activation" else stage.outputs
@@ -95,7 +95,7 @@ class Pipeline:
         self._arrived[message] = [comm.receive(x, group, source) for x in empty]
 
     def _send(self, schedule: Schedule, action: Action) -> None:
-        message = action.message
+        message = _message(action)
         group, target = self.channels[message.what], schedule.owner[message.target]
         self._in_flight = [transfer for transfer in self._in_flight if not transfer.done]
         self._in_flight += [comm.send(x, group, target) for x in self._leaving.pop(message)]
@@ -112,6 +112,11 @@ class Pipeline:
             _check_signature(message, tensors, expected)
             waiting = self._leaving if schedule.crosses(message) else self._arrived
             waiting[message] = tensors
+
+
+def _message(action: Action) -> Message:
+    assert action.message is not None, f"{action} carries no message"
+    return action.message
 
 
 def _check_signature(message: Message, tensors: Tensors, expected: Signature) -> None:

@@ -16,9 +16,7 @@ from plait.models.decoder import Decoder, add_terms
 from plait.models.where import Where
 
 Tensors = tuple[Tensor, ...]
-Denominators = Callable[
-    [], Mapping[str, Tensor]
-]  # term -> what its gradient is divided by, asked for when first needed
+Denominators = Callable[[], Mapping[str, Tensor]]  # term -> what divides its gradient, asked late
 Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # shape and dtype of each tensor between two stages
 
 

@@ -1,13 +1,14 @@
 """Tensor parallelism (Shoeybi et al. 2019), with the tokens between blocks whole or split (Korthikanti et al. 2022).
 
-| what is split                       | forward                           | backward                             | replaces                          |
-|-------------------------------------|-----------------------------------|--------------------------------------|-----------------------------------|
-| heads, ffn by output (column)       | split tokens: all-gather of input | all-reduce, or reduce-scatter, of    | attention.qkv, mlp.up,            |
-|                                     |                                   | the input gradient, while the weight | head.projection                   |
-|                                     |                                   | gradient is computed                 |                                   |
-| heads, ffn by input (row)           | all-reduce, or reduce-scatter     | split tokens: all-gather             | attention.out, mlp.down           |
-| vocabulary rows of the token table  | all-reduce, or reduce-scatter     | split tokens: all-gather             | embedding.tokens                  |
-| vocabulary columns of the logits    | all-reduce of two rows per token  | none                                 | head.loss                         |
+| what is split                  | forward                        | backward                       | replaces         |
+|--------------------------------|--------------------------------|--------------------------------|------------------|
+| heads, ffn by output (column)  | split tokens: all-gather       | all-reduce (reduce-scatter) of | attention.qkv,   |
+|                                |                                | the input gradient, beside the | mlp.up,          |
+|                                |                                | weight gradient's GEMM         | head.projection  |
+| heads, ffn by input (row)      | all-reduce (reduce-scatter)    | split tokens: all-gather       | attention.out,   |
+|                                |                                |                                | mlp.down         |
+| rows of the token table        | all-reduce (reduce-scatter)    | split tokens: all-gather       | embedding.tokens |
+| columns of the logits          | all-reduce of 3 numbers/token  | none                           | head.loss        |
 
 Under split tokens a column's input is kept as the (B, T/tp, d) that it came as, and gathered once more in backward.
 """
@@ -24,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from plait.models.layers import Linear, TokenEmbedding
 from plait.models.where import Where
 from plait.parallel import collectives as comm
 from plait.parallel.collectives import Group
@@ -45,7 +47,7 @@ class _Column(torch.autograd.Function):
         return F.linear(whole, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         group, split = ctx.group, ctx.split
         gathering = comm.start_all_gather(x, group) if split else x
@@ -71,7 +73,7 @@ class _Row(torch.autograd.Function):
         return comm.all_reduce(partial, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
         if ctx.split:
             grad = comm.finish_all_gather(comm.start_all_gather(grad, ctx.group), ctx.group)
@@ -81,33 +83,33 @@ class _Row(torch.autograd.Function):
 class ColumnLinear(nn.Module):
     """A linear whose output features are spread over the group; `outs` as in FusedLinear, of this rank."""
 
-    def __init__(self, like: nn.Module, outs: tuple[int, ...] | None, group: Group, split: bool) -> None:
+    def __init__(self, like: Linear, outs: tuple[int, ...] | None, group: Group, split: bool) -> None:
         super().__init__()
         self.weight, self.bias = like.weight, like.bias
         self.outs, self.group, self.split = outs, group, split
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        y = _Column.apply(x, self.weight, self.bias, self.group, self.split)
+        y: Tensor = _Column.apply(x, self.weight, self.bias, self.group, self.split)  # type: ignore[no-untyped-call]
         return y.split(self.outs, dim=-1) if self.outs else y
 
 
 class RowLinear(nn.Module):
     """A linear whose input features are spread over the group; the bias is added once, to the sum."""
 
-    def __init__(self, like: nn.Module, group: Group, split: bool) -> None:
+    def __init__(self, like: Linear, group: Group, split: bool) -> None:
         super().__init__()
         self.weight, self.bias = like.weight, like.bias
         self.group, self.split = group, split
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Row.apply(x, self.weight, self.group, self.split)
+        y: Tensor = _Row.apply(x, self.weight, self.group, self.split)  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias
 
 
 class VocabularyEmbedding(nn.Module):
     """A token table whose rows from `start` on are here; tokens of other ranks look up zero."""
 
-    def __init__(self, like: nn.Module, start: int, group: Group, split: bool) -> None:
+    def __init__(self, like: TokenEmbedding, start: int, group: Group, split: bool) -> None:
         super().__init__()
         self.weight = like.weight
         self.start, self.group, self.split = start, group, split
@@ -139,7 +141,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         return (total.log() - target).masked_fill(~valid, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         probabilities, local, here, valid = ctx.saved_tensors
         grad = grad.masked_fill(~valid, 0.0)
         grad_logits = probabilities * grad.unsqueeze(-1)
@@ -157,7 +159,7 @@ class VocabularyCrossEntropy(nn.Module):
     def forward(self, x: Tensor, projection: nn.Module, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits = _flat(projection(x))
         labels = labels.reshape(-1)
-        losses: Tensor = _VocabularyCrossEntropy.apply(logits, labels, self.start, self.group)
+        losses: Tensor = _VocabularyCrossEntropy.apply(logits, labels, self.start, self.group)  # type: ignore[no-untyped-call]
         return losses.sum(), (labels >= 0).sum()
 
 
@@ -187,16 +189,16 @@ class Tensors:
     rectangles: Mapping[str, tuple[Rectangle, ...]]
 
 
-def _column(module: nn.Module, path: str, known: Tensors) -> nn.Module:
+def _column(module: Any, path: str, known: Tensors) -> nn.Module:
     rows = tuple(stop - start for (start, stop), _ in known.rectangles[f"{path}.weight"])
     return ColumnLinear(module, rows if hasattr(module, "outs") else None, known.group, known.split)
 
 
-def _row(module: nn.Module, path: str, known: Tensors) -> nn.Module:
+def _row(module: Any, path: str, known: Tensors) -> nn.Module:
     return RowLinear(module, known.group, known.split)
 
 
-def _vocabulary(module: nn.Module, path: str, known: Tensors) -> nn.Module:
+def _vocabulary(module: Any, path: str, known: Tensors) -> nn.Module:
     return VocabularyEmbedding(module, known.rectangles[f"{path}.weight"][0][0][0], known.group, known.split)
 
 
@@ -204,10 +206,11 @@ def _loss(module: nn.Module, path: str, known: Tensors) -> nn.Module:
     return VocabularyCrossEntropy(known.rectangles["head.projection.weight"][0][0][0], known.group)
 
 
-def _heads(module: nn.Module, path: str, known: Tensors) -> nn.Module:
+def _heads(module: Any, path: str, known: Tensors) -> nn.Module:
     rows = known.rectangles[path.removesuffix("core") + "qkv.weight"][0][0]
     core = copy(module)
     core.first_head = rows[0] // known.head_dim
+    assert isinstance(core, nn.Module)
     return core
 
 
@@ -215,7 +218,7 @@ def _between(module: nn.Module, path: str, known: Tensors) -> nn.Module:
     return SplitTokens(module, known.group) if known.split else module
 
 
-Style = Callable[[nn.Module, str, Tensors], nn.Module]
+Style = Callable[[Any, str, Tensors], nn.Module]
 
 # Path of a submodule, with * for a block's number -> what replaces it.
 STYLES: Mapping[str, Style] = {

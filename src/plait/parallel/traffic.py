@@ -7,6 +7,7 @@ point at the sender. It holds no formula of any strategy: those stand in the tes
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,9 +41,10 @@ class TrafficCounter(TorchDispatchMode):
     """Counts the communication of one rank while it is entered. `axes` maps torch's group names to axes."""
 
     def __init__(self, axes: Mapping[str, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.axes = axes
-        self.counted: dict[str, dict[str, dict[str, float]]] = {}
+        self._calls: dict[tuple[str, str], int] = defaultdict(int)
+        self._bytes: dict[tuple[str, str], float] = defaultdict(float)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().split(".")[0]
@@ -57,15 +59,20 @@ class TrafficCounter(TorchDispatchMode):
         if not operation:
             return
         handle, n = _group_of(args)
-        row = self.counted.setdefault(self.axes[handle], {}).setdefault(operation, {"calls": 0, "bytes": 0})
-        row["calls"] += 1
-        row["bytes"] += sent(args, n)
+        key = self.axes[handle], operation
+        self._calls[key] += 1
+        self._bytes[key] += sent(args, n)
+
+    def rows(self) -> list[tuple[str, str, int, float]]:
+        """(axis, operation, calls, bytes sent) of this rank."""
+        return [(*key, calls, self._bytes[key]) for key, calls in self._calls.items()]
 
 
 def _group_of(args: tuple[Any, ...]) -> tuple[str, int]:
     for arg in args:
         if isinstance(arg, str) and arg not in ("sum", "max"):
-            return arg, dist.distributed_c10d._resolve_process_group(arg).size()
+            group = dist.distributed_c10d._resolve_process_group(arg)  # type: ignore[attr-defined, arg-type]
+            return arg, group.size()
         if not isinstance(arg, Tensor | list | int | str):
             group = dist.ProcessGroup.unbox(arg)
             return group.group_name, group.size()
@@ -74,14 +81,12 @@ def _group_of(args: tuple[Any, ...]) -> tuple[str, int]:
 
 def total(counter: TrafficCounter, world: Group) -> Traffic:
     """The sum over all ranks, on every rank. Calls of a collective count once per rank that took part."""
-    summed: dict[str, dict[str, dict[str, float]]] = {}
-    for content in gather_bytes(json.dumps(counter.counted).encode(), world):
-        for axis, operations in json.loads(content).items():
-            for operation, row in operations.items():
-                into = summed.setdefault(axis, {}).setdefault(operation, {"calls": 0, "bytes": 0})
-                for key, value in row.items():
-                    into[key] += value
-    return {
-        axis: {operation: {key: round(value) for key, value in row.items()} for operation, row in sorted(ops.items())}
-        for axis, ops in sorted(summed.items())
-    }
+    counted = [json.loads(content) for content in gather_bytes(json.dumps(counter.rows()).encode(), world)]
+    summed: dict[tuple[str, str], list[float]] = {}
+    for axis, operation, calls, sent in (row for rows in counted for row in rows):
+        before = summed.get((axis, operation), [0, 0])
+        summed[axis, operation] = [before[0] + calls, before[1] + sent]
+    traffic: Traffic = {}
+    for (axis, operation), (calls, sent) in sorted(summed.items()):
+        traffic.setdefault(axis, {})[operation] = {"calls": round(calls), "bytes": round(sent)}
+    return traffic

@@ -32,39 +32,44 @@ def mean_for_sum() -> None:
             transfer.wait().div_(group.size)
         return transfer
 
-    gradients.comm.sum_in_place = mean
+    _replace(collectives, "sum_in_place", mean)
 
 
 def mean_of_rank_means() -> None:
     """Each data-parallel rank divides by its own labels."""
-    tensor.comm.start_all_reduce = _skip(collectives.start_all_reduce, lambda g: g.name == "dp_cp")
-    tensor.comm.finish_all_reduce = _skip(collectives.finish_all_reduce, lambda g: g.name == "dp_cp")
+    _skip_all_reduce("dp_cp")
 
 
 def split_norms_not_summed() -> None:
     """Norm gradients of split tokens stay partial over tp."""
-    gradients.SECOND_GROUPS = ("copies", "tied")
+    _replace(gradients, "SECOND_GROUPS", ("copies", "tied"))
 
 
 def copied_heads_not_summed() -> None:
     """Key and value gradients stay partial where tp ranks share kv heads."""
-    gradients.SECOND_GROUPS = ("tp", "tied")
+    _replace(gradients, "SECOND_GROUPS", ("tp", "tied"))
 
 
 def tied_table_not_summed() -> None:
     """First and last stage keep their own gradient of the tied table."""
-    gradients.SECOND_GROUPS = ("copies", "tp")
+    _replace(gradients, "SECOND_GROUPS", ("copies", "tp"))
 
 
 def copies_counted_in_norm() -> None:
     """The gradient norm counts every copy of a tensor."""
-    Placement.copies = 1  # type: ignore[assignment]
+    _replace(Placement, "copies", 1)
 
 
 def input_gradient_not_summed() -> None:
     """A column's input gradient misses its reduction: one collective dropped."""
-    tensor.comm.start_all_reduce = _skip(collectives.start_all_reduce, lambda g: g.name == "tp")
-    tensor.comm.finish_all_reduce = _skip(collectives.finish_all_reduce, lambda g: g.name == "tp")
+    plain = tensor._Column.backward
+
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if not ctx.split:
+            ctx.group = Group("tp", (0,), 0)
+        return plain(ctx, grad)
+
+    _replace(tensor._Column, "backward", staticmethod(backward))
 
 
 def labels_shifted_again() -> None:
@@ -74,7 +79,7 @@ def labels_shifted_again() -> None:
     def begin(self: DecoderStage, micros: Any, *rest: Any) -> None:
         plain(self, [m._replace(labels=m.labels.roll(-1, dims=1)) for m in micros], *rest)
 
-    DecoderStage.begin = begin  # type: ignore[method-assign]
+    _replace(DecoderStage, "begin", begin)
 
 
 def dropout_by_local_position() -> None:
@@ -83,7 +88,7 @@ def dropout_by_local_position() -> None:
     def forward(self: SplitTokens, x: Tensor, where: Where) -> Any:
         return self.inner(x, where.narrow(0, x.shape[1]))
 
-    SplitTokens.forward = forward  # type: ignore[method-assign]
+    _replace(SplitTokens, "forward", forward)
 
 
 def dropout_by_local_head() -> None:
@@ -94,17 +99,17 @@ def dropout_by_local_head() -> None:
         self.first_head = 0
         return plain(self, *args)
 
-    Core.forward = forward  # type: ignore[method-assign]
+    _replace(Core, "forward", forward)
 
 
 def bias_added_by_every_rank() -> None:
     """A row's bias is added before the sum, so tp times."""
 
     def forward(self: RowLinear, x: Tensor) -> Tensor:
-        y: Tensor = tensor._Row.apply(x, self.weight, self.group, self.split)
+        y: Tensor = tensor._Row.apply(x, self.weight, self.group, self.split)  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.group.size * self.bias
 
-    RowLinear.forward = forward  # type: ignore[method-assign]
+    _replace(RowLinear, "forward", forward)
 
 
 def sent_before_complete() -> None:
@@ -116,8 +121,8 @@ def sent_before_complete() -> None:
         for stage in self.buckets:
             arm(self, stage)
 
-    Gradients.zero = zero_and_arm  # type: ignore[method-assign]
-    Gradients.arm = lambda self, stage: None  # type: ignore[method-assign]
+    _replace(Gradients, "zero", zero_and_arm)
+    _replace(Gradients, "arm", lambda self, stage: None)
 
 
 def last_micro_batch_only() -> None:
@@ -131,7 +136,7 @@ def last_micro_batch_only() -> None:
                 parameter.grad.zero_()
         return plain(self, micro, grads)
 
-    DecoderStage.backward = backward  # type: ignore[method-assign]
+    _replace(DecoderStage, "backward", backward)
 
 
 def stale_pipeline_gradient() -> None:
@@ -142,17 +147,29 @@ def stale_pipeline_gradient() -> None:
         returned = plain(self, micro, grads)
         return grads if grads else returned
 
-    DecoderStage.backward = backward  # type: ignore[method-assign]
+    _replace(DecoderStage, "backward", backward)
 
 
 def dropout_without_step() -> None:
     """Every step drops the same elements."""
     plain = Step._begin
-    Step._begin = lambda self, step, *rest: plain(self, min(step, 1), *rest)  # type: ignore[method-assign]
+    _replace(Step, "_begin", lambda self, step, *rest: plain(self, min(step, 1), *rest))
 
 
-def _skip(function: Callable[..., Any], when: Callable[[Group], bool]) -> Callable[..., Any]:
-    return lambda x, group, *rest: x if when(group) else function(x, group, *rest)
+def _replace(owner: object, name: str, by: object) -> None:
+    assert hasattr(owner, name), f"nothing to break: {owner} has no {name}"
+    setattr(owner, name, by)
+
+
+def _skip_all_reduce(group_name: str) -> None:
+    """Every functional all-reduce over the groups of that name does nothing."""
+    for name in ("start_all_reduce", "finish_all_reduce"):
+        plain = getattr(collectives, name)
+
+        def skipping(x: Tensor, group: Group, *rest: Any, plain: Callable[..., Tensor] = plain) -> Tensor:
+            return x if group.name == group_name else plain(x, group, *rest)
+
+        _replace(collectives, name, skipping)
 
 
 BUGS: Mapping[str, Callable[[], None]] = {

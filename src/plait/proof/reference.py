@@ -39,7 +39,7 @@ def reference(run: RunSpec, samples: Samples, steps: int, device: torch.device |
     for step in range(1, steps + 1):
         optimizer.zero_grad()
         loss = mean_loss(model, batch(samples, step - 1, run.batch.global_size), step_key(run.train.seed, step))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         if step == 1:
             found = logical_tensors(run.model, gradients)
@@ -58,4 +58,5 @@ def mean_loss(model: Decoder, rows: Batch, key: int) -> Tensor:
     indices = torch.arange(rows.tokens.shape[1], device=device)
     where = Where(rows.samples, indices, rows.positions, rows.documents, torch.tensor(key, device=device))
     _, terms = model(rows.tokens, where, rows.labels)
-    return terms["loss"] / terms["count"].clamp(min=1)
+    loss: Tensor = terms["loss"] / terms["count"].clamp(min=1)
+    return loss

@@ -47,7 +47,7 @@ def prepare(run: RunSpec, world: World) -> Training:
 
 
 def steps(run: RunSpec) -> Iterator[Metrics]:
-    """Train, one `Metrics` per optimizer step: the whole run in this process, or one rank of the job torchrun started."""
+    """Train, one `Metrics` per optimizer step: the whole run in this process, or one rank of torchrun's job."""
     device = device_kind(run.train.device)
     world = joined_world(device)
     if world is not None and not dist.is_initialized():

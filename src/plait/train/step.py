@@ -23,7 +23,8 @@ from plait.parallel.mesh import Mesh
 from plait.parallel.parallelize import DTYPES, Parallel
 from plait.parallel.pipeline import Pipeline
 from plait.parallel.stage import Denominators, Micro, Signature
-from plait.schedule import Schedule, Span, check, forward_of, generate, lower
+from plait.schedule import Span
+from plait.schedule.of_run import schedules
 from plait.spec.errors import TrainingStopped
 from plait.spec.run import RunSpec
 from plait.train.optimizer import make_optimizer
@@ -31,7 +32,7 @@ from plait.train.rates import rate
 
 
 class Sums(NamedTuple):
-    """What every rank knows after the backward of step `step`: mean loss (nats/token), raw gradient norm, valid labels."""
+    """What every rank knows after a step's backward: mean loss (nats/token), raw gradient norm, valid labels."""
 
     step: int
     loss: float
@@ -120,16 +121,6 @@ class Step:
                     shares[place] += stage.totals[name] / self.mesh.layout.tp
         norm, loss, count = comm.sum_in_place(shares, self.mesh.group("world")).wait().tolist()
         return norm, loss, count
-
-
-def schedules(run: RunSpec, dp: int) -> tuple[Schedule, Schedule]:
-    """The lowered and checked schedules of training and of evaluation; pure."""
-    micro_batches = run.batch.global_size // (dp * run.batch.micro_size)
-    plain = generate(run.schedule.name, run.layout.pp, micro_batches, run.schedule.chunks)
-    training, evaluation = lower(plain), lower(forward_of(plain))
-    check(training)
-    check(evaluation)
-    return training, evaluation
 
 
 def boundary(run: RunSpec, mesh: Mesh) -> Signature:
