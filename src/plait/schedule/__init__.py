@@ -1,0 +1,36 @@
+"""WHEN: pipeline schedules as data. Generate, lower, check, simulate, draw: one list, and every reader reads it."""
+
+from plait.schedule.actions import COMPUTE, Action, Kind, Message, Program, Schedule
+from plait.schedule.check import check
+from plait.schedule.draw import draw
+from plait.schedule.generators import GENERATORS, Generator, PassSeconds, Size, forward_of, generate
+from plait.schedule.live import Live, live
+from plait.schedule.lower import lower
+from plait.schedule.simulate import Costs, simulate
+from plait.schedule.span import Span, Timeline
+from plait.schedule.walk import walk
+
+__all__ = [
+    "COMPUTE",
+    "GENERATORS",
+    "Action",
+    "Costs",
+    "Generator",
+    "Kind",
+    "Live",
+    "Message",
+    "PassSeconds",
+    "Program",
+    "Schedule",
+    "Size",
+    "Span",
+    "Timeline",
+    "check",
+    "draw",
+    "forward_of",
+    "generate",
+    "live",
+    "lower",
+    "simulate",
+    "walk",
+]

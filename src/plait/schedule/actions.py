@@ -1,0 +1,146 @@
+"""The vocabulary of a pipeline: kinds, actions, messages between stages, and the schedule that lists them per rank.
+
+Values only: nothing here orders, costs or runs anything. An action says *what* happens; where it stands in its rank's
+program says *when*. The lowered program is the one that the executor runs, so these types hold what a handler needs to
+know and no more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+
+class Kind(StrEnum):
+    F = "F"  # forward of one micro-batch through one stage
+    B = "B"  # gradient with respect to the stage's input
+    W = "W"  # gradient with respect to the stage's weights
+    BW = "BW"  # both gradients in one pass
+    FB = "FB"  # F of one micro-batch run together with BW of another
+    SEND = "SEND"  # start a send; never waits
+    RECV = "RECV"  # post a receive; its consumer waits, not the action itself
+    DROP = "DROP"  # the stage's gathered weights may go (the next compute action of the stage gathers them again)
+    REDUCE = "REDUCE"  # the stage's gradients are complete: start reducing them over its replicas
+
+
+F, B, W, BW, FB, SEND, RECV, DROP, REDUCE = Kind  # plain names: looking up an enum's member is slow before 3.12
+COMPUTE = (F, B, W, BW, FB)
+
+
+class Message(NamedTuple):
+    """What a stage hands to a neighbour for one micro-batch: an activation to the next, a gradient to the previous."""
+
+    source: int  # stage
+    target: int  # stage
+    micro: int
+
+    @property
+    def what(self) -> Literal["activation", "gradient"]:
+        return "activation" if self.target > self.source else "gradient"
+
+    def __str__(self) -> str:
+        return f"{self.what} of micro-batch {self.micro} from stage {self.source} to {self.target}"
+
+
+class Action(NamedTuple):
+    """One entry of a rank's program. `micro` is 0 where it means nothing (DROP, REDUCE)."""
+
+    kind: Kind
+    stage: int
+    micro: int = 0
+    message: Message | None = None  # SEND and RECV: what travels; the other end is its other stage
+    backward: Action | None = None  # FB: the BW that runs along with F(stage, micro)
+
+    @classmethod
+    def send(cls, message: Message) -> Action:
+        return cls(SEND, message.source, message.micro, message)
+
+    @classmethod
+    def receive(cls, message: Message) -> Action:
+        return cls(RECV, message.target, message.micro, message)
+
+    @classmethod
+    def together(cls, forward: Action, backward: Action) -> Action:
+        """FB: an F and a BW, of any two stages of one rank."""
+        return cls(FB, forward.stage, forward.micro, backward=backward)
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The single passes that a compute action stands for: (F, BW) for FB, itself for every other; else nothing."""
+        if self.backward is not None:
+            return Action(F, self.stage, self.micro), self.backward
+        return (self,) if self.kind in COMPUTE else ()
+
+    def __str__(self) -> str:
+        if self.message is not None:
+            source, target, micro = self.message
+            ends = f"stage {source} to {target}" if self.kind is SEND else f"stage {target} from {source}"
+            return f"{self.kind}({ends}, micro {micro})"
+        if self.backward is not None:
+            return f"FB({' + '.join(map(str, self.parts))})"
+        return f"{self.kind}(stage {self.stage}" + (f", micro {self.micro})" if self.kind in COMPUTE else ")")
+
+
+Program = tuple[Action, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Every rank's program for one step. `owner[stage]` is the pipeline rank that holds the stage.
+
+    Generators list compute actions only; `lower` adds the communication. `trains` is False for evaluation (F only).
+    """
+
+    name: str
+    micro_batches: int
+    owner: tuple[int, ...]
+    programs: tuple[Program, ...]
+    trains: bool = True
+
+    @property
+    def ranks(self) -> int:
+        return len(self.programs)
+
+    @cached_property
+    def stages(self) -> int:
+        return len(self.owner)
+
+    def held_by(self, rank: int) -> tuple[int, ...]:
+        """The stages of one rank, ascending."""
+        return tuple(stage for stage, owner in enumerate(self.owner) if owner == rank)
+
+    def inputs(self, action: Action) -> list[Message]:
+        """What the action consumes from neighbouring stages, those on the same rank included."""
+        messages = []
+        for part in action.parts:
+            if part.kind is F:
+                if part.stage > 0:
+                    messages.append(Message(part.stage - 1, part.stage, part.micro))
+            elif part.kind is not W and part.stage + 1 < self.stages:
+                messages.append(Message(part.stage + 1, part.stage, part.micro))
+        return messages
+
+    def outputs(self, action: Action) -> list[Message]:
+        """What the action produces for neighbouring stages, those on the same rank included."""
+        messages = []
+        for part in action.parts:
+            if part.kind is F:
+                if part.stage + 1 < self.stages:
+                    messages.append(Message(part.stage, part.stage + 1, part.micro))
+            elif part.kind is not W and part.stage > 0:
+                messages.append(Message(part.stage, part.stage - 1, part.micro))
+        return messages
+
+    def channel(self, message: Message) -> tuple[int, int]:
+        """(sending rank, receiving rank). Equal where both stages share a rank: then nothing is sent.
+
+        Messages of one channel are sent and received in one order, activations and gradients together, so a
+        communicator per channel needs no tags and can never wait on itself.
+        """
+        return self.owner[message.source], self.owner[message.target]
+
+    def crosses(self, message: Message) -> bool:
+        """Whether the message has to travel between ranks."""
+        return self.owner[message.source] != self.owner[message.target]

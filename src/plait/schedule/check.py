@@ -1,0 +1,161 @@
+"""Proof that a lowered schedule computes one step and ends: completeness, order, pairing, and no deadlock.
+
+Every fault is an InvalidSchedule that names the rank and the action. What is checked is the very list that runs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import chain, product, zip_longest
+
+from plait.schedule.actions import BW, RECV, REDUCE, SEND, Action, B, F, Kind, Message, Program, Schedule, W
+from plait.schedule.walk import walk
+from plait.spec.errors import InvalidSchedule
+
+NEEDS = {F: (), B: (F,), W: (B,), BW: (F,)}  # what must be done before each pass
+MAKES = {F: (F,), B: (B,), W: (W,), BW: (B, W)}
+
+
+def check(schedule: Schedule) -> Schedule:
+    """Return the lowered schedule if it is valid, else raise InvalidSchedule.
+
+    Valid: each (stage, micro-batch) has on its owner one F and, in training, one BW or one B then one W, in this
+    order; every message is produced, sent, received and consumed once, in this order, and each channel sends and
+    receives in one order; each stage is reduced once, after its last weight gradient; and no rank waits for ever,
+    neither with sends that return at once nor with sends that block until their receive is posted.
+    """
+    for rank, program in enumerate(schedule.programs):
+        _check_places(schedule, rank, program)
+        _check_passes(schedule, rank, program)
+        _check_messages(schedule, rank, program)
+        _check_reductions(schedule, rank, program)
+    _check_channels(schedule)
+    try:
+        _check_end(schedule, blocking=True)
+    except InvalidSchedule:
+        _check_end(schedule, blocking=False)  # the plainer reason, where it ends in neither way
+        raise
+    return schedule
+
+
+def _check_end(schedule: Schedule, blocking: bool) -> None:
+    """The walk reaches every action. One that does so with blocking sends does so without."""
+    for _ in walk(schedule, blocking):
+        pass
+
+
+def _check_places(schedule: Schedule, rank: int, program: Program) -> None:
+    """Stages that exist and belong to the rank, micro-batches that exist, messages between neighbours."""
+    held = schedule.held_by(rank)
+    for action in program:
+        for at in action.parts or (action,):
+            if at.stage not in held:
+                raise _fault(rank, at, f"is not of this rank, which holds {_listed(held)}")
+            if not 0 <= at.micro < schedule.micro_batches:
+                raise _fault(rank, at, f"is not one of {schedule.micro_batches} micro-batches")
+        if action.message is not None and not _joins_ranks(schedule, action.message):
+            raise _fault(rank, action, "does not join two neighbouring stages on different ranks")
+
+
+def _listed(stages: tuple[int, ...]) -> str:
+    return f"stage{'s' * (len(stages) != 1)} {', '.join(map(str, stages)) or 'none'}"
+
+
+def _joins_ranks(schedule: Schedule, message: Message) -> bool:
+    source, target, _ = message
+    exist = 0 <= source < schedule.stages and 0 <= target < schedule.stages
+    return exist and abs(source - target) == 1 and schedule.crosses(message)
+
+
+def _check_passes(schedule: Schedule, rank: int, program: Program) -> None:
+    """F, then B, then W, once each; in an evaluation F alone."""
+    done: dict[Kind, set[tuple[int, int]]] = {F: set(), B: set(), W: set()}
+    for part in chain.from_iterable(action.parts for action in program):
+        at = (part.stage, part.micro)
+        if part.kind is not F and not schedule.trains:
+            raise _fault(rank, part, "has no place in an evaluation")
+        for kind in NEEDS[part.kind]:
+            if at not in done[kind]:
+                raise _fault(rank, part, f"comes without {Action(kind, *at)} before it")
+        for kind in MAKES[part.kind]:
+            if at in done[kind]:
+                raise _fault(rank, part, f"comes after {kind} of this stage and micro-batch was already done")
+            done[kind].add(at)
+    for at in product(schedule.held_by(rank), range(schedule.micro_batches)):
+        missing = [kind for kind in ((F, B, W) if schedule.trains else (F,)) if at not in done[kind]]
+        if missing:
+            kind = BW if missing == [B, W] else missing[0]
+            raise _fault(rank, Action(kind, *at), "is missing")
+
+
+def _check_messages(schedule: Schedule, rank: int, program: Program) -> None:
+    """Received or made here before it is consumed, made before it is sent, and nothing left over."""
+    arriving: set[Message] = set()  # received, or handed over on this rank, and not yet consumed
+    leaving: set[Message] = set()  # made for another rank and not yet sent
+    for action in program:
+        if action.message is not None:
+            if action.kind is SEND and action.message not in leaving:
+                raise _fault(rank, action, "comes before its message is computed, or a second time")
+            if action.kind is RECV and action.message in arriving:
+                raise _fault(rank, action, "is posted twice")
+            leaving.discard(action.message)
+            if action.kind is RECV:
+                arriving.add(action.message)
+            continue
+        for message in schedule.inputs(action):
+            if message not in arriving:
+                raise _fault(rank, action, f"needs the {message}, {_without_source(schedule, message)}")
+            arriving.remove(message)
+        for message in schedule.outputs(action):
+            (leaving if schedule.crosses(message) else arriving).add(message)
+    if leaving:
+        raise _fault(rank, Action.send(min(leaving)), "is missing: its message is computed and never sent")
+    if arriving:
+        raise _fault(rank, Action.receive(min(arriving)), "is posted, but nothing after it consumes its message")
+
+
+def _without_source(schedule: Schedule, message: Message) -> str:
+    if schedule.crosses(message):
+        return f"but no {Action.receive(message)} stands before it"
+    return "which this rank computes only later"
+
+
+def _check_reductions(schedule: Schedule, rank: int, program: Program) -> None:
+    """One REDUCE per stage in training, after the stage's last weight gradient."""
+    reduced: set[int] = set()
+    for action in program:
+        if action.kind is REDUCE:
+            if action.stage in reduced or not schedule.trains:
+                raise _fault(rank, action, "comes twice" if schedule.trains else "has no place in an evaluation")
+            reduced.add(action.stage)
+        for part in action.parts:
+            if part.kind in (W, BW) and part.stage in reduced:
+                raise _fault(rank, part, f"comes after {Action(REDUCE, part.stage)}, which needs it")
+    for stage in schedule.held_by(rank):
+        if schedule.trains and stage not in reduced:
+            raise _fault(rank, Action(REDUCE, stage), "is missing")
+
+
+def _check_channels(schedule: Schedule) -> None:
+    """What a rank sends to another is what the other receives from it, in the same order."""
+    sends: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
+    receives: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
+    for program in schedule.programs:
+        for action in program:
+            if action.message is not None:
+                side = sends if action.kind is SEND else receives
+                side[schedule.channel(action.message)].append(action.message)
+    for source, target in sorted(sends.keys() | receives.keys()):
+        for sent, received in zip_longest(sends[source, target], receives[source, target]):
+            if sent is None:
+                raise _fault(target, Action.receive(received), f"has no SEND on rank {source}")
+            if received is None:
+                raise _fault(source, Action.send(sent), f"has no RECV on rank {target}")
+            if sent != received:
+                raise _fault(
+                    source, Action.send(sent), f"meets {Action.receive(received)} of rank {target}: the orders differ"
+                )
+
+
+def _fault(rank: int, action: Action, problem: str) -> InvalidSchedule:
+    return InvalidSchedule(f"rank {rank}: {action} {problem}")

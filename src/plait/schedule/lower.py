@@ -1,0 +1,98 @@
+"""Lowering: from compute actions to the list that the executor runs, with SEND, RECV and REDUCE in their places.
+
+What the added actions mean, and where they stand:
+
+- SEND starts a send and returns. It stands right after the compute action that produced the message.
+- RECV posts a receive and returns; the consumer waits for it. It stands before the compute action that precedes its
+  consumer, so a transfer has a whole action to hide behind, or earlier where one of two rules asks for it. Messages of
+  one channel (sending rank, receiving rank) are received in the order in which they are sent. And a receive is posted
+  by the time its message is computed, if all actions took equally long: so a schedule that ends with sends that
+  return at once also ends on a backend whose sends block until they are received.
+- REDUCE starts the reduction of a stage's gradients. It stands after the stage's last weight gradient.
+
+A message between two stages of one rank is not sent: the executor hands it over. Nothing here judges a schedule:
+whatever cannot be paired is left out, and `check` names it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from dataclasses import replace
+
+from plait.schedule.actions import BW, REDUCE, Action, Message, Program, Schedule, W
+
+
+def lower(schedule: Schedule) -> Schedule:
+    """The same schedule with its communication listed."""
+    receives = _receive_slots(schedule)
+    programs = tuple(
+        _lower_program(schedule, program, receives[rank]) for rank, program in enumerate(schedule.programs)
+    )
+    return replace(schedule, programs=programs)
+
+
+def _receive_slots(schedule: Schedule) -> list[dict[int, list[Message]]]:
+    """For each rank: compute action's index -> the messages whose receives are posted just before it."""
+    consumer: dict[Message, int] = {}  # index of the compute action that needs the message
+    sent: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
+    for program in schedule.programs:
+        for index, action in enumerate(program):
+            for message in schedule.inputs(action):
+                consumer[message] = index
+            for message in schedule.outputs(action):
+                sent[schedule.channel(message)].append(message)
+
+    ticks, made = _lockstep(schedule)
+    slots: list[dict[int, list[Message]]] = [defaultdict(list) for _ in schedule.programs]
+    for (source, target), messages in sent.items():
+        slot = len(schedule.programs[target])
+        for message in reversed(messages) if source != target else ():
+            if message in consumer:
+                in_time = bisect_left(ticks[target], made[message]) if message in made else slot
+                slot = min(slot, in_time, max(consumer[message] - 1, 0))
+                slots[target][slot].insert(0, message)
+    return slots
+
+
+def _lockstep(schedule: Schedule) -> tuple[list[list[int]], dict[Message, int]]:
+    """The tick at which each rank runs each action, and each message is made, if every action took one tick.
+
+    Actions that wait for ever have no tick.
+    """
+    ticks: list[list[int]] = [[] for _ in schedule.programs]
+    made: dict[Message, int] = {}
+    now, moved = 0, True
+    while moved:
+        moved = False
+        for program, run in zip(schedule.programs, ticks, strict=True):
+            if len(run) == len(program):
+                continue
+            action = program[len(run)]
+            if any([made.get(message, now) >= now for message in schedule.inputs(action)]):
+                continue
+            run.append(now)
+            moved = True
+            for message in schedule.outputs(action):
+                made[message] = now
+        now += 1
+    return ticks, made
+
+
+def _lower_program(schedule: Schedule, program: Program, receives: dict[int, list[Message]]) -> Program:
+    last_gradient: dict[int, int] = {}  # stage -> index of the compute action
+    for index, action in enumerate(program):
+        last_gradient.update((part.stage, index) for part in action.parts if part.kind in (W, BW))
+    reductions: defaultdict[int, list[Action]] = defaultdict(list)
+    for stage, index in last_gradient.items():
+        reductions[index].append(Action(REDUCE, stage))
+
+    lowered: list[Action] = []
+    for index, action in enumerate(program):
+        if index in receives:
+            lowered += map(Action.receive, receives[index])
+        lowered.append(action)
+        lowered += [Action.send(message) for message in schedule.outputs(action) if schedule.crosses(message)]
+        if index in reductions:
+            lowered += reductions[index]
+    return tuple(lowered)

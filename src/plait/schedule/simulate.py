@@ -1,0 +1,99 @@
+"""The time that a lowered schedule takes, given the seconds of its passes and transfers: an event simulation.
+
+A rank runs its program in order and one compute action at a time. A transfer starts when its send is started, its
+receive is posted and the channel is free; it delays nobody but its consumer. Reductions of one rank follow each other
+beside its compute. Nothing here knows where the seconds come from.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from plait.schedule.actions import BW, DROP, REDUCE, SEND, Action, B, F, Message, Schedule
+from plait.schedule.span import Span, Timeline
+from plait.schedule.walk import walk
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds per stage of each kind, and per boundary (between stage i and i+1) of each message, either direction.
+
+    `bw` is b + w where it is not given; FB takes as long as its two parts. Empty `reduce` and `link` cost nothing.
+    """
+
+    f: tuple[float, ...]
+    b: tuple[float, ...]
+    w: tuple[float, ...]
+    bw: tuple[float, ...] = ()
+    reduce: tuple[float, ...] = ()
+    link: tuple[float, ...] = ()
+
+    @classmethod
+    def equal(cls, stages: int, f: float = 1.0, b: float = 1.0, w: float = 1.0, link: float = 0.0) -> Costs:
+        """The same for every stage and boundary."""
+        return cls(f=(f,) * stages, b=(b,) * stages, w=(w,) * stages, link=(link,) * (stages - 1))
+
+    def compute(self, action: Action) -> float:
+        """Seconds of a compute action."""
+        return sum([self._single_pass(part) for part in action.parts])
+
+    def _single_pass(self, part: Action) -> float:
+        if part.kind is BW:
+            return self.bw[part.stage] if self.bw else self.b[part.stage] + self.w[part.stage]
+        seconds = self.f if part.kind is F else self.b if part.kind is B else self.w
+        return seconds[part.stage]
+
+    def transfer(self, message: Message) -> float:
+        """Seconds of one message on its link."""
+        return self.link[min(message.source, message.target)] if self.link else 0.0
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """The spans of every rank of a lowered, checked schedule; the clock starts at 0.
+
+    Raises InvalidSchedule where the ranks wait for each other.
+    """
+    clock = [0.0] * schedule.ranks
+    network_clock = [0.0] * schedule.ranks  # when the rank's last reduction ends
+    compute: list[list[Span]] = [[] for _ in clock]
+    network: list[list[Span]] = [[] for _ in clock]
+    links = _Links(schedule, costs)
+    for rank, action in walk(schedule):
+        if action.message is not None:
+            links.meet(action, action.message, clock[rank])
+        elif action.kind is REDUCE:
+            start = max(clock[rank], network_clock[rank])
+            network_clock[rank] = start + (costs.reduce[action.stage] if costs.reduce else 0.0)
+            network[rank].append(Span(action, start, network_clock[rank]))
+        elif action.kind is not DROP:
+            arrivals = [links.arrival[message] for message in schedule.inputs(action) if message in links.arrival]
+            start = max(clock[rank], *arrivals) if arrivals else clock[rank]
+            clock[rank] = start + costs.compute(action)
+            compute[rank].append(Span(action, start, clock[rank]))
+    for (source, _), spans in links.spans.items():
+        network[source] += spans
+    return Timeline(
+        tuple(map(tuple, compute)), tuple(tuple(sorted(spans, key=lambda span: span.start)) for spans in network)
+    )
+
+
+class _Links:
+    """Transfers under way: when each message arrives, and the sender's span of it, per channel."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.schedule, self.costs = schedule, costs
+        self.half: dict[Message, tuple[Action, float]] = {}  # sent or posted, and the other side not yet there
+        self.arrival: dict[Message, float] = {}
+        self.spans: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
+
+    def meet(self, action: Action, message: Message, now: float) -> None:
+        """One side of the message is there; when the second comes, the transfer can be timed."""
+        if message not in self.half:
+            self.half[message] = action, now
+            return
+        first, since = self.half.pop(message)
+        earlier = self.spans[self.schedule.channel(message)]
+        start = max(since, now, earlier[-1].end if earlier else 0.0)
+        self.arrival[message] = end = start + self.costs.transfer(message)
+        earlier.append(Span(first if first.kind is SEND else action, start, end))
