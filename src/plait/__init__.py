@@ -7,20 +7,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from plait.parallel.mesh import Mesh as Mesh
+    from plait.parallel.parallelize import parallelize as parallelize
+    from plait.proof.verify import verify as verify
+    from plait.schedule.actions import Schedule as Schedule
     from plait.spec.layout import Layout as Layout
     from plait.spec.load import load as load
     from plait.spec.run import RunSpec as RunSpec
+    from plait.train.loop import steps as steps
 
 __version__ = "0.1.0"
 
 # Name -> the module that defines it.
 _HOMES = {
     "Layout": "plait.spec.layout",
+    "Mesh": "plait.parallel.mesh",
     "RunSpec": "plait.spec.run",
+    "Schedule": "plait.schedule.actions",
     "load": "plait.spec.load",
+    "parallelize": "plait.parallel.parallelize",
+    "steps": "plait.train.loop",
+    "verify": "plait.proof.verify",
 }
 
-__all__ = ["Layout", "RunSpec", "__version__", "load"]
+__all__ = ["Layout", "Mesh", "RunSpec", "Schedule", "__version__", "load", "parallelize", "steps", "verify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,6 +19,7 @@ from plait.parallel.collectives import Group, Transfer
 from plait.parallel.mesh import Mesh
 from plait.parallel.weights import Held
 from plait.placement import Placement
+from plait.placement.place import Placements
 
 BUCKET_ELEMENTS = 2**20  # a bucket closes once it holds this many: large enough to hide the latency of a call
 SECOND_GROUPS = ("copies", "tp", "tied")  # summed after dp·cp, in this order on every rank
@@ -37,10 +38,10 @@ class Bucket:
 class Gradients:
     """The gradients of all stages of this rank."""
 
-    def __init__(self, held: list[Held], mesh: Mesh) -> None:
-        self.held = held
+    def __init__(self, held: list[Held], placements: Placements, mesh: Mesh) -> None:
         self.group = mesh.group("dp_cp")
-        self.second = {name: mesh.group(name) for name in SECOND_GROUPS}
+        asked = {name for placement in placements.values() for name in placement.partial}
+        self.second = {name: mesh.group(name) for name in SECOND_GROUPS if name in asked}
         self.buckets: dict[int, list[Bucket]] = {stage: _buckets(held, stage) for stage in {h.stage for h in held}}
         self._next: dict[int, int] = {}  # armed stage -> its next bucket to send
         for stage, buckets in self.buckets.items():

@@ -17,7 +17,8 @@ from plait.models.where import Where
 
 Tensors = tuple[Tensor, ...]
 Denominators = Callable[[], Mapping[str, Tensor]]  # term -> what divides its gradient, asked late
-Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # shape and dtype of each tensor between two stages
+# Shape and dtype of each tensor between two stages.
+Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 class Micro(NamedTuple):

@@ -39,6 +39,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> RunSp
         table: Table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{source}: not TOML: {error}") from error
+    table.setdefault("model", {"preset": "builtin"})  # a file that names no model changes the built-in run
     for override in overrides:
         _override(table, override)
     found = _unknown(table, text)

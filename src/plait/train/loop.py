@@ -11,11 +11,13 @@ import torch.distributed as dist
 
 from plait.data import Data, batch, batches_in, open_data, rows_of
 from plait.models.decoder import Decoder
+from plait.parallel import collectives as comm
 from plait.parallel.faults import strike
 from plait.parallel.mesh import Mesh
 from plait.parallel.parallelize import Parallel, parallelize
 from plait.parallel.traffic import Traffic, TrafficCounter, total
 from plait.parallel.world import World, device_kind, joined_world, on_device
+from plait.spec.errors import DataError
 from plait.spec.fit import fit
 from plait.spec.flops import flops_per_token
 from plait.spec.run import RunSpec
@@ -41,9 +43,18 @@ def prepare(run: RunSpec, world: World) -> Training:
     layout = fit(run, world.size)
     mesh = Mesh(layout, world.device)
     data = open_data(run.data, run.batch.sequence, run.train.seed, run.model.vocab)
+    _same_data(data, mesh)
     parallel = parallelize(Decoder(run.model), mesh, run)
     step = Step(run, mesh, parallel)
     return Training(run, world, mesh, data, parallel, step)
+
+
+def _same_data(data: Data, mesh: Mesh) -> None:
+    """Nodes may have caches and files of their own: all ranks must have found the same tokens."""
+    found = comm.gather_bytes(data.fingerprint.encode(), mesh.group("world"))
+    other = next((rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]), None)
+    if other is not None:
+        raise DataError(f"rank {other} reads other tokens than rank 0", "give every node the same files (data.files)")
 
 
 def steps(run: RunSpec) -> Iterator[Metrics]:
@@ -72,7 +83,7 @@ def _one_step(training: Training, number: int) -> Metrics:
     rows = rows_of(run.batch.global_size, mesh.at.dp, mesh.layout.dp)
     mine = batch(training.data.train, number - 1, run.batch.global_size, rows)
 
-    training.world.progress(number, "forward and backward")
+    training.world.progress(number, "forward")
     with _counted(training):
         sums = step.backward(number, mine)
         training.world.progress(number, "update")
@@ -102,6 +113,7 @@ def evaluate(training: Training) -> float | None:
     if held_out is None or run.train.eval_batches == 0:
         return None
     rows = rows_of(run.batch.global_size, mesh.at.dp, mesh.layout.dp)
+    training.world.progress(training.step.updates, "evaluate")
     loss, count = 0.0, 0
     for number in range(min(run.train.eval_batches, batches_in(held_out, run.batch.global_size))):
         total_loss, labels = training.step.evaluate(batch(held_out, number, run.batch.global_size, rows))

@@ -47,7 +47,7 @@ class Step:
         self.run, self.mesh, self.stages = run, mesh, parallel.stages
         self.updates = 0
         self.spans: list[Span] = []
-        self.gradients = Gradients(parallel.held, mesh)
+        self.gradients = Gradients(parallel.held, parallel.placements, mesh)
         self.pipeline = Pipeline(parallel.stages, mesh, self.gradients)
         self.schedule, self.evaluation = schedules(run, mesh.layout.dp)
         self.optimizer = make_optimizer(parallel.held, run.optim)
