@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from plait.cli.run import Json, Words, need_torch, read_run
+from plait.spec.errors import UsageError
 
 if TYPE_CHECKING:
     from plait.proof.compare import Verdict
@@ -39,6 +40,8 @@ def verify(
         from plait.proof.verify import verify as prove
 
         verdict = prove(run, dtype, full)
+        if verdict is None:  # another rank of a torchrun job speaks
+            return
         report, text = verdict.as_dict(), _text(verdict)
     print(json.dumps(report) if as_json else text)
     if not report["ok"]:
@@ -46,7 +49,11 @@ def verify(
 
 
 def _random(count: int, seed: int, dtype: str) -> dict[str, Any]:
+    from plait.parallel.world import joined_world
     from plait.proof.many import verify_random
+
+    if joined_world() is not None:
+        raise UsageError("plait verify --random forks its own ranks", "start it without torchrun")
 
     def told(number: int, line: str, complaint: str) -> None:
         print(f"{number + 1:>4}/{count}  {line}  {complaint or 'equal'}", file=sys.stderr, flush=True)

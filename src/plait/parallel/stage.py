@@ -30,7 +30,7 @@ class Micro(NamedTuple):
 
 
 class Stage(Protocol):
-    """What the executor drives. `inputs` are the tensors received from the stage before, gradients have their shapes."""
+    """What the executor drives. `inputs` are the tensors that the stage before sends; gradients have their shapes."""
 
     inputs: Signature
     outputs: Signature

@@ -19,7 +19,6 @@ from plait.parallel.world import World, joined_world, run_here
 from plait.proof.compare import Verdict, compare
 from plait.proof.reference import Outcome, reference
 from plait.proof.shrink import shrink
-from plait.spec.errors import PlaitError
 from plait.spec.fit import fit
 from plait.spec.run import DataSpec, OptimSpec, RunSpec
 from plait.train.step import Step
@@ -29,22 +28,23 @@ LEARNING_RATE = 0.1
 Plant = Callable[[], None]  # breaks something on purpose, to prove the proof
 
 
-def verify(run: RunSpec, dtype: str = "float64", full: bool = False) -> Verdict:
+def verify(run: RunSpec, dtype: str = "float64", full: bool = False) -> Verdict | None:
     """Compare the run's layout with one device over 3 steps of SGD, on a shrunk model unless `full`.
 
-    Raises InvalidRun for a run that cannot be, RankFailed where a rank fails.
+    Ranks are forked on this machine, on its CPU unless the run asks for CUDA; under torchrun this process is one of
+    them, and all but rank 0 get None. Raises InvalidRun for a run that cannot be, RankFailed where a rank fails.
     """
     run = proof_run(run if full else shrink(run), dtype)
-    world = joined_world(run.train.device if run.train.device != "auto" else "cpu")
+    world = joined_world(_device(run))
     if world is not None:
-        verdict = run_here(world, _on_rank, run, samples_of(run), None)
-        return verdict or _not_first(world)
+        return run_here(world, _on_rank, run, samples_of(run), None)
     return check(run, samples_of(run))
 
 
 def check(run: RunSpec, samples: Samples, plant: Plant | None = None, timeout_s: float = 120) -> Verdict:
     """The comparison of a run that is ready for proof (see `proof_run`), on forked ranks."""
-    verdicts = launch(fit(run).world, _on_rank, run, samples, plant, threads=1, timeout_s=timeout_s)
+    world, device = fit(run).world, _device(run)
+    verdicts = launch(world, _on_rank, run, samples, plant, device=device, threads=1, timeout_s=timeout_s)
     assert verdicts[0] is not None
     return verdicts[0]
 
@@ -96,5 +96,6 @@ def _split(world: World, run: RunSpec, mesh: Mesh, samples: Samples) -> Outcome:
     return outcome
 
 
-def _not_first(world: World) -> Verdict:
-    raise PlaitError(f"rank {world.rank} has no verdict", "rank 0 prints it")
+def _device(run: RunSpec) -> str:
+    """A proof needs as many ranks as the layout has, GPUs or not."""
+    return "cpu" if run.train.device == "auto" else run.train.device
