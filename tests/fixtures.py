@@ -37,7 +37,7 @@ class B8:
 
     def window(self, index: int) -> Window:
         j = np.arange(SEQUENCE + 1)
-        return Window((7 * index + 3 * j**2 + j) % self.vocab, (1 <= j) & (j <= self.keep[index]))
+        return Window((7 * index + 3 * j**2 + j) % self.vocab, (j >= 1) & (j <= self.keep[index]))
 
 
 def run_of(

@@ -79,6 +79,7 @@ def test_a_hundred_drawn_runs_equal_one_device_and_cover_every_feature() -> None
 def test_a_large_run_is_shrunk_to_what_its_layout_needs_and_says_so() -> None:
     run = RunSpec(model=PRESETS["llama3-70b"], layout=LayoutSpec(tp=2, pp=2, sequence_parallel=True))
     verdict = verify(run)
+    assert verdict is not None
     assert verdict.ok, verdict.complaint
     shrunk = verdict.run["model"]
     assert (shrunk["layers"], shrunk["vocab"], shrunk["heads"] // shrunk["kv_heads"]) == (2, 61, 8)

@@ -34,7 +34,7 @@ def _model(run: RunSpec) -> dict[str, Any]:
 
 
 def _kv_fits(kv_heads: int, ratio: int, run: RunSpec) -> bool:
-    """The same relation to tp as in the whole run: kv heads that every rank shares, or copies of them; one or several."""
+    """As in the whole run: one kv head or several, and a rank with kv heads of its own or with copies."""
     tp, model = run.layout.tp, run.model
     legal = (kv_heads % tp == 0 or tp % kv_heads == 0) and kv_heads * ratio % tp == 0
     alike = (kv_heads < tp) == (model.kv_heads < tp) and (kv_heads == 1) == (model.kv_heads == 1)
