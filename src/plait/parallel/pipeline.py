@@ -21,7 +21,7 @@ from plait.parallel import collectives as comm
 from plait.parallel.collectives import Group, Transfer
 from plait.parallel.mesh import Mesh
 from plait.parallel.stage import Signature, Stage, Tensors
-from plait.schedule import COMPUTE, Action, Kind, Message, Schedule, Span
+from plait.schedule import Action, Kind, Message, Schedule, Span
 from plait.spec.errors import PlaitError
 
 
@@ -53,33 +53,36 @@ class Pipeline:
         self._arrived: dict[Message, Tensors | list[Transfer]] = {}
         self._leaving: dict[Message, Tensors] = {}
         self._in_flight: list[Transfer] = []
+        self._last: dict[int, Action] = {}  # stage -> its last gradient of the step
+        self._spans: list[Span] = []
 
     def run(self, schedule: Schedule) -> list[Span]:
-        """One step of this rank's program; returns its compute actions with their times (seconds)."""
+        """One step of this rank's program; returns its compute actions with their times (seconds, waiting left out)."""
         program = schedule.programs[self.rank]
-        final = {part.stage: i for i, action in enumerate(program) for part in action.parts if part.kind is not Kind.F}
-        spans = []
-        for index, action in enumerate(program):
-            if self.reducer is not None and index in final.values():
-                self.reducer.arm(action.stage)
-            start = perf_counter()
+        self._spans = []
+        self._last = {part.stage: part for action in program for part in action.parts if part.kind is not Kind.F}
+        for action in program:
             self._handlers[action.kind](schedule, action)
-            if action.kind in COMPUTE:
-                spans.append(Span(action, start, perf_counter()))
         for transfer in self._in_flight:
             transfer.wait()
         self._in_flight.clear()
         assert not self._arrived and not self._leaving, "a step must consume every message"
-        return spans
+        return self._spans
 
     def _forward(self, schedule: Schedule, action: Action) -> None:
         received = self._take(schedule, action)
+        start = perf_counter()
         outputs = self.stages[action.stage].forward(action.micro, received)
+        self._spans.append(Span(action, start, perf_counter()))
         self._give(schedule, action, outputs, self.stages[action.stage].outputs)
 
     def _backward(self, schedule: Schedule, action: Action) -> None:
         gradients = self._take(schedule, action)
+        if self.reducer is not None and action == self._last[action.stage]:
+            self.reducer.arm(action.stage)
+        start = perf_counter()
         returned = self.stages[action.stage].backward(action.micro, gradients)
+        self._spans.append(Span(action, start, perf_counter()))
         self._give(schedule, action, returned, self.stages[action.stage].inputs)
 
     def _reduce(self, schedule: Schedule, action: Action) -> None:

@@ -79,11 +79,10 @@ def _record_spans(training: Training, folder: Path | None) -> None:
         for s in training.step.spans
     ]
     everyone = comm.gather_bytes(json.dumps(mine).encode(), mesh.group("world"))
-    if folder is not None and mesh.rank == 0:
-        with (folder / "spans.jsonl").open("w", encoding="utf-8") as file:
-            for rank, content in enumerate(everyone):
-                for span in json.loads(content):
-                    print(json.dumps({"rank": rank, **span}), file=file)
+    if folder is None or mesh.rank > 0:
+        return
+    rows = [{"rank": rank, **span} for rank, content in enumerate(everyone) for span in json.loads(content)]
+    (folder / "spans.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
 def _summary(training: Training, history: list[Metrics], folder: Path | None) -> Summary | None:
