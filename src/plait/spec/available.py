@@ -6,44 +6,50 @@ A mechanism that arrives deletes its row. What can never be is judged in `fit.py
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
 
 from plait.spec.errors import Violation
 from plait.spec.run import RunSpec
 
 SCHEDULES = ("gpipe", "1f1b")  # of the names that scripts rely on
 KNOWN_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "dualpipe-v")
+HALVES = ("bfloat16", "float16")
 
-# Key, what is asked for, whether the run asks for it.
-NOT_YET: tuple[tuple[str, Callable[[RunSpec], object], Callable[[RunSpec], bool]], ...] = (
-    ("layout.mode", lambda r: r.layout.mode, lambda r: r.layout.mode == "auto"),
-    ("layout.cp", lambda r: r.layout.cp, lambda r: r.layout.cp > 1),
-    ("layout.ep", lambda r: r.layout.ep, lambda r: r.layout.ep > 1),
-    ("layout.etp", lambda r: r.layout.etp, lambda r: r.layout.etp > 1),
-    ("schedule.name", lambda r: r.schedule.name, lambda r: r.schedule.name in set(KNOWN_SCHEDULES) - set(SCHEDULES)),
-    ("schedule.chunks", lambda r: r.schedule.chunks, lambda r: r.schedule.chunks > 1),
-    ("schedule.file", lambda r: r.schedule.file, lambda r: r.schedule.file is not None),
-    ("zero.stage", lambda r: r.zero.stage, lambda r: r.zero.stage > 0),
-    ("precision.compute", lambda r: r.precision.compute, lambda r: r.precision.compute in ("bfloat16", "float16")),
-    (
-        "precision.grad_accumulate",
-        lambda r: r.precision.grad_accumulate,
-        lambda r: r.precision.grad_accumulate in ("bfloat16", "float16"),
-    ),
-    (
-        "precision.grad_reduce",
-        lambda r: r.precision.grad_reduce,
-        lambda r: r.precision.grad_reduce in ("bfloat16", "float16"),
-    ),
-    ("recompute.mode", lambda r: r.recompute.mode, lambda r: r.recompute.mode != "none"),
-    ("train.resume", lambda r: r.train.resume, lambda r: r.train.resume is not None),
-    ("checkpoint.every", lambda r: r.checkpoint.every, lambda r: r.checkpoint.every > 0),
+
+def _above_one(value: Any, run: RunSpec) -> bool:
+    return bool(value > 1)
+
+
+def _other_dtype(value: Any, run: RunSpec) -> bool:
+    """Gradients have the compute dtype so far; "float32" is at least that wide, so it asks for nothing more."""
+    return value in HALVES or (value == "float64") > (run.precision.compute == "float64")
+
+
+# Key, whether its value in this run is one that is missing, a value that is there.
+NOT_YET: tuple[tuple[str, Callable[[Any, RunSpec], bool], str], ...] = (
+    ("layout.mode", lambda value, run: value == "auto", "'manual'"),
+    ("layout.cp", _above_one, "1"),
+    ("layout.ep", _above_one, "1"),
+    ("layout.etp", _above_one, "1"),
+    ("layout.ulysses", _above_one, "1"),
+    ("schedule.name", lambda value, run: value in set(KNOWN_SCHEDULES) - set(SCHEDULES), " or ".join(SCHEDULES)),
+    ("schedule.chunks", _above_one, "1"),
+    ("schedule.file", lambda value, run: value is not None, "schedule.name"),
+    ("zero.stage", lambda value, run: value > 0, "0"),
+    ("precision.compute", lambda value, run: value in HALVES, "'float32'"),
+    ("precision.grad_accumulate", _other_dtype, "'float32'"),
+    ("precision.grad_reduce", _other_dtype, "'float32'"),
+    ("recompute.mode", lambda value, run: value != "none", "'none'"),
+    ("train.resume", lambda value, run: value is not None, ""),
+    ("checkpoint.every", lambda value, run: value > 0, "0"),
 )
 
 
 def unavailable(run: RunSpec) -> list[Violation]:
     """One violation for each thing that the run asks for and this version lacks."""
     return [
-        Violation(key, f"{value(run)!r} is not available in this version")
-        for key, value, asked in NOT_YET
-        if asked(run)
+        Violation(key, f"{value!r} is not available in this version", instead and f"use {instead}")
+        for key, missing, instead in NOT_YET
+        if missing(value := attrgetter(key)(run), run)
     ]

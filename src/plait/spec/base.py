@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Spec(BaseModel):
-    """Frozen data. A wrong type or an unknown key is an error, never a guess (4.5 is no integer, "8" is no number)."""
+    """Frozen data. A wrong type or an unknown key is an error, never a guess ("8" is no number, nor is nan)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())

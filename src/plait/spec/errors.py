@@ -63,7 +63,7 @@ class DataError(UsageError):
 
 
 class RankFailed(PlaitError):
-    """A local job ended because one rank failed: `rank`, `step` and `cause` of the first to fail, then the followers."""
+    """A local job ended since one rank failed: `rank`, `step` and `cause` of the first to fail, then the followers."""
 
     def __init__(self, rank: int, step: int | None, cause: str, details: str = "") -> None:
         where = f"rank {rank}" + (f", step {step}" if step is not None else "")
@@ -72,7 +72,7 @@ class RankFailed(PlaitError):
 
 
 class TrainingStopped(PlaitError):
-    """Training met a state it must not go on from (a loss or a gradient that is not finite); all ranks stop together."""
+    """Training met a state it must not go on from (a loss or gradient that is not finite); all ranks stop together."""
 
 
 class MissingExtra(UsageError):

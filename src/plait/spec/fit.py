@@ -1,133 +1,208 @@
-"""From a run and a world to a layout; or every reason why not, together, each with its two numbers and the way out."""
+"""From a run and a world to a layout; or every reason why not, together, each with its two numbers and the way out.
+
+What a run asks of one section alone is judged where that section is defined; what it asks of several at once, here.
+Nothing is opened: whether a file is there and holds enough is the business of whoever reads it.
+"""
 
 from __future__ import annotations
 
+from math import gcd
+
 from plait.spec.available import KNOWN_SCHEDULES, unavailable
 from plait.spec.errors import InvalidRun, Violation
-from plait.spec.layout import AXES, Layout
+from plait.spec.layout import Layout
+from plait.spec.model import ModelSpec
 from plait.spec.model import violations as model_violations
-from plait.spec.run import RunSpec
+from plait.spec.nearest import did_you_mean, divisors, nearest_divisors, nearest_multiples, neighbours
+from plait.spec.run import BYTE_VOCAB, RunSpec
+
+UNREAD = ("builtin", "synthetic")  # sources that read no file of the user's
+OTHERS_IDS = ("tokens", "synthetic")  # sources whose token ids have no text unless a tokenizer is named
 
 
-def fit(run: RunSpec, world: int | None = None) -> Layout:
+def fit(run: RunSpec, world: int | None = None, train: bool = False) -> Layout:
     """The layout of this run on `world` ranks; without a world, the product of the sizes given (dp 1 if left out).
 
+    `train` also judges whether the run's data can train its model (a picture or a proof does not read it).
     Raises InvalidRun with every violation at once.
     """
-    found = violations(run, world)
-    if found:
+    if found := violations(run, world, train):
         raise InvalidRun(found)
-    return _layout(run, world)
+    dp = _dp(run, world)
+    assert dp is not None
+    return _layout(run, dp)
 
 
-def violations(run: RunSpec, world: int | None = None) -> list[Violation]:
+def violations(run: RunSpec, world: int | None = None, train: bool = False) -> list[Violation]:
     """Every reason why this run cannot be, in the order of the file's sections."""
-    found = [*model_violations(run.model), *_layout_violations(run, world)]
-    if not found:
-        found = _batch_violations(run, _layout(run, world))
-    return [*found, *_training_violations(run), *unavailable(run)]
+    dp = _dp(run, world)
+    sizes = model_violations(run.model)
+    return [
+        *sizes,
+        *([] if sizes else _split_violations(run)),
+        *_layout_violations(run, dp),
+        *_world_violations(run, world),
+        *_batch_violations(run, dp),
+        *_schedule_violations(run),
+        *_rate_violations(run),
+        *_data_violations(run),
+        *(_training_violations(run) if train else []),
+        *unavailable(run),
+    ]
 
 
-def _layout(run: RunSpec, world: int | None) -> Layout:
-    asked, fixed = run.layout, run.layout.pp * run.layout.cp * run.layout.tp
-    dp = asked.dp if asked.dp is not None else (world or fixed) // fixed
-    domain = dp * asked.cp
-    shard = run.zero.shard if isinstance(run.zero.shard, int) else domain
+def _dp(run: RunSpec, world: int | None) -> int | None:
+    """The data-parallel degree: the one given, else what the world leaves; None where that is no whole number."""
+    if run.layout.dp is not None or world is None:
+        return run.layout.dp or 1
+    dp, rest = divmod(world, _ranks_of_one_replica(run))
+    return dp if dp > 0 and rest == 0 else None
+
+
+def _ranks_of_one_replica(run: RunSpec) -> int:
+    return run.layout.pp * run.layout.cp * run.layout.tp
+
+
+def _layout(run: RunSpec, dp: int) -> Layout:
+    asked = run.layout
     return Layout(
         pp=asked.pp, dp=dp, cp=asked.cp, tp=asked.tp, ep=asked.ep, etp=asked.etp,
-        kv=min(asked.tp, run.model.kv_heads), ulysses=asked.ulysses, shard=min(shard, domain),
+        kv=gcd(asked.tp, run.model.kv_heads), ulysses=asked.ulysses,
+        shard=run.zero.shard if isinstance(run.zero.shard, int) else dp * asked.cp,
         sequence_parallel=asked.sequence_parallel, order=asked.order,
     )  # fmt: skip
 
 
-def _divides(key: str, what: str, total: int, parts: int) -> list[Violation]:
-    """`parts` must divide `total`; the fix names the nearest divisors on both sides."""
-    if total % parts == 0:
-        return []
-    return [Violation(key, f"{parts} does not divide {what} {total}", f"use {nearest_divisors(total, parts)}")]
-
-
-def nearest_divisors(total: int, wanted: int) -> str:
-    """The divisors of `total` next to `wanted`: 6, 4 -> '3 or 6'."""
-    divisors = [n for n in range(1, total + 1) if total % n == 0]
-    below = [n for n in divisors if n <= wanted][-1:]
-    above = [n for n in divisors if n > wanted][:1]
-    return " or ".join(str(n) for n in below + above)
-
-
-def _layout_violations(run: RunSpec, world: int | None) -> list[Violation]:
-    model, asked = run.model, run.layout
-    found: list[Violation] = []
-    if sorted(asked.order) != sorted(AXES):
-        found.append(
-            Violation("layout.order", f"{list(asked.order)} is not {len(AXES)} axes", f"order all of {list(AXES)}")
-        )
-    found += _divides("layout.tp", "heads", model.heads, asked.tp)
-    kv, tp = model.kv_heads, asked.tp
-    if kv % tp and tp % kv:
-        fix = f"use a divisor or a multiple of {kv}"
-        found.append(Violation("layout.tp", f"tp {tp} and kv heads {kv}: neither divides the other", fix))
-    for name, size in (("ffn", model.ffn), ("vocab", model.vocab)):
-        if size < tp:
-            found.append(Violation("layout.tp", f"tp {tp} is more than {name} {size}", f"use tp ≤ {size}"))
-    stages = asked.pp * run.schedule.chunks
-    if stages > model.layers:
-        fix = f"use pp ≤ {model.layers // run.schedule.chunks}"
-        found.append(Violation("layout.pp", f"{stages} stages are more than layers {model.layers}", fix))
-    found += _divides("layout.cp", "sequence", run.batch.sequence, asked.cp)
-    if asked.sequence_parallel:
-        found += _divides("layout.sequence_parallel", "sequence", run.batch.sequence, asked.cp * tp)
-    found += _world_violations(run, world)
-    return found
-
-
-def _world_violations(run: RunSpec, world: int | None) -> list[Violation]:
-    asked = run.layout
-    if world is None:
-        return []
-    fixed = asked.pp * asked.cp * asked.tp
-    if asked.dp is None:
-        if world % fixed:
-            fix = f"use a world of {max(1, world // fixed) * fixed} or {(world // fixed + 1) * fixed}"
-            return [Violation("layout", f"pp·cp·tp {fixed} does not divide the world {world}", fix)]
-        return []
-    if fixed * asked.dp != world:
-        fix = f"start {fixed * asked.dp} ranks, or leave dp out"
-        return [Violation("layout", f"pp·dp·cp·tp {fixed * asked.dp} is not the world {world}", fix)]
+def _layout_violations(run: RunSpec, dp: int | None) -> list[Violation]:
+    """What a layout refuses about itself."""
+    # Where dp is unknown, one that every rule about dp is content with: the world is at fault, nothing else.
+    shard = run.zero.shard if isinstance(run.zero.shard, int) else 1
+    try:
+        _layout(run, run.layout.ep * run.layout.etp * shard if dp is None else dp)
+    except InvalidRun as refused:
+        return list(refused.violations)
     return []
 
 
-def _batch_violations(run: RunSpec, layout: Layout) -> list[Violation]:
+def _split_violations(run: RunSpec) -> list[Violation]:
+    """What the model's sizes refuse about the layout."""
+    model, asked = run.model, run.layout
+    tp, stages, sequence = asked.tp, asked.pp * run.schedule.chunks, run.batch.sequence
+    found = []
+    if model.heads % tp or gcd(tp, model.kv_heads) not in (tp, model.kv_heads):
+        legal = [n for n in divisors(model.heads) if gcd(n, model.kv_heads) in (n, model.kv_heads)]
+        found.append(Violation("layout.tp", _tp_problem(model, tp), f"use {neighbours(legal, tp)}"))
+    for name, size in (("ffn", model.ffn), ("vocab", model.vocab)):
+        if size < tp:
+            found.append(Violation("layout.tp", f"tp {tp} is more than {name} {size}", f"use tp ≤ {size}"))
+    if stages > model.layers:
+        chunks = run.schedule.chunks
+        fix = f"pp ≤ {model.layers // chunks}" if chunks <= model.layers else f"schedule.chunks ≤ {model.layers}"
+        found.append(Violation("layout.pp", f"{stages} stages are more than layers {model.layers}", f"use {fix}"))
+    if sequence % asked.cp:
+        problem = f"cp {asked.cp} does not divide sequence {sequence}"
+        found.append(Violation("layout.cp", problem, f"use {nearest_divisors(sequence, asked.cp)}"))
+    if asked.sequence_parallel and sequence % (asked.cp * tp):
+        problem = f"cp·tp {asked.cp * tp} does not divide sequence {sequence}"
+        fix = f"use batch.sequence {nearest_multiples(asked.cp * tp, sequence)}, or false"
+        found.append(Violation("layout.sequence_parallel", problem, fix))
+    if asked.ulysses > 1 and model.heads % (tp * asked.ulysses):
+        problem = f"tp·ulysses {tp * asked.ulysses} does not divide heads {model.heads}"
+        found.append(Violation("layout.ulysses", problem, f"use {nearest_divisors(model.heads // tp, asked.ulysses)}"))
+    return found
+
+
+def _tp_problem(model: ModelSpec, tp: int) -> str:
+    problems = [f"{tp} does not divide heads {model.heads}"] if model.heads % tp else []
+    if gcd(tp, model.kv_heads) not in (tp, model.kv_heads):
+        problems.append(f"neither of tp {tp} and kv heads {model.kv_heads} divides the other")
+    return ", ".join(problems)
+
+
+def _world_violations(run: RunSpec, world: int | None) -> list[Violation]:
+    replica, dp = _ranks_of_one_replica(run), run.layout.dp
+    if world is None:
+        return []
+    if world < 1:
+        return [Violation("layout", f"a world of {world} ranks is less than 1")]
+    if dp is None and world % replica:
+        fix = f"use a world of {nearest_multiples(replica, world)}"
+        return [Violation("layout", f"pp·cp·tp {replica} does not divide the world {world}", fix)]
+    if dp is not None and replica * dp != world:
+        fix = f"start {replica * dp} ranks" + ("" if world % replica else f", or use dp {world // replica}")
+        return [Violation("layout", f"pp·dp·cp·tp {replica * dp} is not the world {world}", fix)]
+    return []
+
+
+def _batch_violations(run: RunSpec, dp: int | None) -> list[Violation]:
     batch, found = run.batch, []
-    unit = layout.dp * batch.micro_size
-    if batch.global_size % unit:
-        near = sorted({max(1, batch.global_size // unit) * unit, (batch.global_size // unit + 1) * unit})
-        problem = f"dp {layout.dp} × micro_size {batch.micro_size} = {unit} does not divide {batch.global_size}"
-        found.append(Violation("batch.global_size", problem, "use " + " or ".join(map(str, near))))
+    unit = (dp or 1) * batch.micro_size
+    if dp is not None and batch.global_size % unit:
+        problem = f"dp {dp} × micro_size {batch.micro_size} = {unit} does not divide {batch.global_size}"
+        fix = f"use {nearest_multiples(unit, batch.global_size)}"
+        found.append(Violation("batch.global_size", problem, fix))
     if run.model.positions == "learned" and batch.sequence > run.model.max_sequence:
         problem = f"sequence {batch.sequence} is more than the {run.model.max_sequence} learned positions"
         found.append(Violation("batch.sequence", problem, f"use ≤ {run.model.max_sequence}"))
-    domain = layout.dp * layout.cp
-    if isinstance(run.zero.shard, int):
-        found += _divides("zero.shard", "dp·cp", domain, run.zero.shard)
+    return found
+
+
+def _schedule_violations(run: RunSpec) -> list[Violation]:
+    name = run.schedule.name
+    if name in KNOWN_SCHEDULES:
+        return []
+    fix = did_you_mean(name, KNOWN_SCHEDULES) or "one of " + ", ".join(KNOWN_SCHEDULES)
+    return [Violation("schedule.name", f"{name!r} is unknown", fix)]
+
+
+def _rate_violations(run: RunSpec) -> list[Violation]:
+    """The learning rate must have room to rise, and to come to its end at the last update."""
+    optim, steps, found = run.optim, run.train.steps, []
+    falling = {"constant": 0, "cosine": 1, "linear": 1, "wsd": optim.decay}[optim.schedule]
+    if optim.schedule == "wsd" and optim.decay == 0:
+        fix = f"use {max(1, steps // 10)}, or schedule = 'constant'"
+        found.append(Violation("optim.decay", "wsd falls in its last 0 steps, but at least 1 is needed", fix))
+    if optim.schedule != "wsd" and optim.decay:
+        problem = f"is {optim.decay}, and schedule {optim.schedule!r} has no such part"
+        found.append(Violation("optim.decay", problem, "use 0, or schedule = 'wsd'"))
+    if optim.warmup and optim.warmup + falling > steps:
+        problem = f"warmup {optim.warmup} and {falling} falling steps are more than train.steps {steps}"
+        found.append(Violation("optim.warmup", problem, f"use ≤ {max(0, steps - falling)}"))
+    elif optim.decay > steps:
+        found.append(Violation("optim.decay", f"{optim.decay} is more than train.steps {steps}", f"use ≤ {steps}"))
+    if optim.momentum and optim.name != "sgd":
+        problem = f"is {optim.momentum}, and {optim.name} has none"
+        found.append(Violation("optim.momentum", problem, "use 0, or name = 'sgd'"))
+    return found
+
+
+def _data_violations(run: RunSpec) -> list[Violation]:
+    """What was asked of the data that its source cannot give, or would not look at."""
+    data, found = run.data, []
+    if data.source in UNREAD and data.files:
+        problem = f"source {data.source!r} reads 0 files, {len(data.files)} are named"
+        found.append(Violation("data.files", problem, "set data.source to 'text', 'jsonl', 'parquet' or 'tokens'"))
+    if data.source not in UNREAD and not data.files:
+        problem = f"source {data.source!r} has 0 files, needs at least 1"
+        found.append(Violation("data.files", problem, "name the files"))
+    if data.source == "synthetic" and data.tokenizer is not None:
+        found.append(Violation("data.tokenizer", "synthetic tokens have no text", "leave it out"))
+    if data.source not in ("jsonl", "parquet") and data.mask_field is not None:
+        problem = f"source {data.source!r} has no fields"
+        found.append(Violation("data.mask_field", problem, "leave it out, or use 'jsonl' or 'parquet'"))
+    if data.source == "tokens" and data.mask_documents and data.tokenizer is None:
+        problem = "a token file alone does not say which token ends a document"
+        found.append(Violation("data.mask_documents", problem, "set data.tokenizer, or false"))
     return found
 
 
 def _training_violations(run: RunSpec) -> list[Violation]:
-    found = []
-    if run.schedule.name not in KNOWN_SCHEDULES:
-        found.append(
-            Violation("schedule.name", f"{run.schedule.name!r} is unknown", "one of " + ", ".join(KNOWN_SCHEDULES))
-        )
-    optim, steps = run.optim, run.train.steps
-    decay = optim.decay if optim.schedule == "wsd" else 0
-    if optim.schedule != "constant" and optim.warmup + decay > steps:
-        problem = f"warmup {optim.warmup} + decay {decay} is more than train.steps {steps}"
-        found.append(Violation("optim.warmup", problem, f"use ≤ {max(0, steps - decay)}"))
-    if run.data.source == "tokens" and run.data.tokenizer is not None:
-        found.append(Violation("data.tokenizer", "a token file is tokenized already", "leave it out"))
-    if run.data.source in ("text", "jsonl", "parquet", "tokens") and not run.data.files:
-        found.append(
-            Violation("data.files", f"source {run.data.source!r} has 0 files, needs at least 1", "name the files")
-        )
+    """What the data refuses about the model that it is to train."""
+    data, model, found = run.data, run.model, []
+    if data.source not in OTHERS_IDS and data.tokenizer is None and model.vocab < BYTE_VOCAB:
+        problem = f"{model.vocab} tokens are fewer than the {BYTE_VOCAB} of text read as bytes"
+        found.append(Violation("model.vocab", problem, f"use {BYTE_VOCAB}, or data.source = 'synthetic'"))
+    if run.train.sample and data.source in OTHERS_IDS and data.tokenizer is None:
+        problem = f"{run.train.sample} tokens of text cannot be told from ids alone"
+        found.append(Violation("train.sample", problem, "set data.tokenizer, or 0"))
     return found

@@ -3,21 +3,26 @@
 A layout knows every group that any mechanism will ask for, in the dense view (pp, dp, cp, tp), in the expert view
 (the same ranks of a stage as edp x ep x etp), the factors of an axis (tp = kv x copies, cp = ring x ulysses,
 dp·cp = replicate x shard) and the subset that shares a tied tensor. It makes no process group and knows no model.
+Degrees that do not fit each other are refused when a layout is made.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from math import prod
-from typing import NamedTuple
+from itertools import product
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from plait.spec.base import Spec
+from plait.spec.errors import InvalidRun, Violation
+from plait.spec.nearest import nearest_divisors
 
 AXES = ("pp", "dp", "cp", "tp")
+MOST_RANKS = 2**20  # a world is a table in memory, and one beyond any machine is a slip of the keyboard
 
 # Group -> the coordinates that its ranks have in common; along all others they differ.
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -46,6 +51,27 @@ AXIS_OF: Mapping[str, str] = {
     "kv": "tp", "copies": "tp", "ring": "cp", "ulysses": "cp", "dp_cp": "dp", "shard": "dp", "replicate": "dp",
     "edp": "dp", "etp": "tp", "stage": "world",
 }  # fmt: skip
+
+# Group -> how many ranks stand in each group of that name.
+SIZES: Mapping[str, Callable[[Layout], int]] = {
+    "pp": lambda x: x.pp,
+    "dp": lambda x: x.dp,
+    "cp": lambda x: x.cp,
+    "tp": lambda x: x.tp,
+    "kv": lambda x: x.kv,
+    "copies": lambda x: x.tp // x.kv,
+    "ring": lambda x: x.cp // x.ulysses,
+    "ulysses": lambda x: x.ulysses,
+    "dp_cp": lambda x: x.dp * x.cp,
+    "shard": lambda x: x.shard,
+    "replicate": lambda x: x.dp * x.cp // x.shard,
+    "edp": lambda x: x.ranks_per_stage // (x.ep * x.etp),
+    "ep": lambda x: x.ep,
+    "etp": lambda x: x.etp,
+    "tied": lambda x: min(x.pp, 2),
+    "stage": lambda x: x.ranks_per_stage,
+    "world": lambda x: x.world,
+}
 
 
 class Coordinates(NamedTuple):
@@ -86,6 +112,12 @@ class Layout(Spec):
     sequence_parallel: bool = False
     order: tuple[str, ...] = AXES
 
+    @model_validator(mode="after")
+    def _refuse_impossible(self) -> Self:
+        if found := violations(self):
+            raise InvalidRun(found)
+        return self
+
     @property
     def world(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
@@ -96,19 +128,7 @@ class Layout(Spec):
 
     def size(self, group: str) -> int:
         """The number of ranks in each group of that name."""
-        return {
-            "kv": self.kv,
-            "copies": self.tp // self.kv,
-            "ring": self.cp // self.ulysses,
-            "ulysses": self.ulysses,
-            "dp_cp": self.dp * self.cp,
-            "shard": self.shard,
-            "replicate": self.dp * self.cp // self.shard,
-            "edp": self.ranks_per_stage // (self.ep * self.etp),
-            "tied": min(self.pp, 2),
-            "stage": self.ranks_per_stage,
-            "world": self.world,
-        }.get(group) or int(getattr(self, group))
+        return SIZES[group](self)
 
     def coordinates(self, rank: int) -> Coordinates:
         """The coordinates of a rank in every view."""
@@ -133,65 +153,85 @@ class Layout(Spec):
         return _groups_by_rank(self, name)[rank]
 
 
-def _digits(number: int, radices: list[int]) -> list[int]:
-    """Mixed-radix digits, slowest first."""
-    digits = []
-    for radix in reversed(radices):
-        number, digit = divmod(number, radix)
-        digits.append(digit)
-    return digits[::-1]
+def violations(layout: Layout) -> list[Violation]:
+    """Every reason why these degrees do not fit each other, under the keys of a run file."""
+    if sorted(layout.order) != sorted(AXES):
+        problem = f"{list(layout.order)} does not name each of {len(AXES)} axes once"
+        return [Violation("layout.order", problem, f"a permutation of {list(AXES)}")]
+    if layout.world > MOST_RANKS:
+        return [Violation("layout", f"a world of {layout.world} ranks is more than {MOST_RANKS}", "use fewer")]
+    stage, domain = layout.ranks_per_stage, layout.dp * layout.cp
+    found = [
+        Violation(key, f"{parts} does not divide {what} {total}", f"use {nearest_divisors(total, parts)}")
+        for key, parts, what, total in (
+            ("layout.ulysses", layout.ulysses, "cp", layout.cp),
+            ("layout.kv", layout.kv, "tp", layout.tp),
+            ("zero.shard", layout.shard, "dp·cp", domain),
+        )
+        if total % parts
+    ]
+    if layout.etp not in (1, layout.tp):
+        found.append(Violation("layout.etp", f"etp {layout.etp} is neither 1 nor tp {layout.tp}", "use one of them"))
+    elif stage % (layout.ep * layout.etp):
+        problem = f"ep {layout.ep} × etp {layout.etp} does not divide the stage's dp·cp·tp {stage}"
+        found.append(Violation("layout.ep", problem, f"use {nearest_divisors(stage // layout.etp, layout.ep)}"))
+    return found
 
 
-def _coordinates(layout: Layout, rank: int) -> Coordinates:
-    sizes = [int(getattr(layout, axis)) for axis in layout.order]
-    at = dict(zip(layout.order, _digits(rank, sizes), strict=True))
+def _strides(layout: Layout, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """What a step along each axis of AXES adds to the index that flattens `axes` as they stand in `order`."""
+    stride, strides = 1, dict.fromkeys(AXES, 0)
+    for axis in reversed(layout.order):
+        if axis in axes:
+            strides[axis] = stride
+            stride *= SIZES[axis](layout)
+    return tuple(strides[axis] for axis in AXES)
 
-    def flat(*axes: str) -> int:
-        """The index within these axes, flattened in the order in which they stand in `order`."""
-        index = 0
-        for axis in layout.order:
-            if axis in axes:
-                index = index * int(getattr(layout, axis)) + at[axis]
-        return index
 
-    copies = layout.tp // layout.kv
-    replicate, shard = divmod(flat("dp", "cp"), layout.shard)
-    edp, ep, etp = _digits(flat("dp", "cp", "tp"), [layout.ranks_per_stage, layout.ep, layout.etp])
-    return Coordinates(
-        **at,
-        kv=at["tp"] // copies,
-        copy=at["tp"] % copies,
-        ring=at["cp"] // layout.ulysses,
-        ulysses=at["cp"] % layout.ulysses,
-        replicate=replicate,
-        shard=shard,
-        edp=edp,
-        ep=ep,
-        etp=etp,
-    )
+def _walk(layout: Layout) -> Iterator[Coordinates]:
+    """The coordinates of rank 0, 1, 2, ..."""
+    copies, ulysses, shard = layout.tp // layout.kv, layout.ulysses, layout.shard
+    ep, etp = layout.ep, layout.etp
+    _, dp_in_domain, cp_in_domain, _ = _strides(layout, ("dp", "cp"))
+    _, dp_in_stage, cp_in_stage, tp_in_stage = _strides(layout, ("dp", "cp", "tp"))
+    in_axes = itemgetter(*(layout.order.index(axis) for axis in AXES))
+    for digits in product(*(range(SIZES[axis](layout)) for axis in layout.order)):
+        pp, dp, cp, tp = in_axes(digits)
+        domain = dp * dp_in_domain + cp * cp_in_domain
+        stage = dp * dp_in_stage + cp * cp_in_stage + tp * tp_in_stage
+        yield Coordinates(
+            pp, dp, cp, tp,
+            kv=tp // copies, copy=tp % copies,
+            ring=cp // ulysses, ulysses=cp % ulysses,
+            replicate=domain // shard, shard=domain % shard,
+            edp=stage // (ep * etp), ep=stage // etp % ep, etp=stage % etp,
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=16)
 def _all_coordinates(layout: Layout) -> tuple[Coordinates, ...]:
-    assert prod(int(getattr(layout, axis)) for axis in layout.order) == layout.world
-    return tuple(_coordinates(layout, rank) for rank in range(layout.world))
+    return tuple(_walk(layout))
 
 
 @lru_cache(maxsize=128)
 def _groups(layout: Layout, name: str) -> tuple[tuple[int, ...], ...]:
-    common = GROUPS[name]
-    members: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    common: Callable[[Coordinates], Any] = attrgetter(*GROUPS[name]) if GROUPS[name] else lambda at: ()
+    members: dict[Any, list[int]] = defaultdict(list)
     for rank, at in enumerate(_all_coordinates(layout)):
-        members[tuple(getattr(at, c) for c in common)].append(rank)
-    # Pipelines run in the order of their stages, whatever the rank order; the others in the order of ranks, which is
-    # the order of their own coordinate since a coordinate grows with the rank when all others stay.
-    groups = tuple(tuple(ranks) for ranks in members.values())
-    return tuple(tuple(dict.fromkeys((g[0], g[-1]))) for g in groups) if name == "tied" else groups
+        members[common(at)].append(rank)
+    # In the order of ranks, which is the order of the coordinate that varies: it grows with the rank while all others
+    # stay.
+    groups = [tuple(ranks) for ranks in members.values()]
+    return tuple(_ends(group) for group in groups) if name == "tied" else tuple(groups)
+
+
+def _ends(pipeline: tuple[int, ...]) -> tuple[int, ...]:
+    """First and last stage of a pipeline; one rank where they are the same."""
+    return tuple(dict.fromkeys((pipeline[0], pipeline[-1])))
 
 
 @lru_cache(maxsize=128)
 def _groups_by_rank(layout: Layout, name: str) -> Mapping[int, tuple[int, ...]]:
     if name == "tied":
-        pipelines = _groups_by_rank(layout, "pp")
-        return {rank: tuple(dict.fromkeys((g[0], g[-1]))) for rank, g in pipelines.items()}
+        return {rank: _ends(pipeline) for rank, pipeline in _groups_by_rank(layout, "pp").items()}
     return {rank: group for group in _groups(layout, name) for rank in group}

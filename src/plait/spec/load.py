@@ -1,55 +1,58 @@
 """run.toml and `dotted.key=value` overrides in, RunSpec out, and its exact inverse.
 
-Every mistake in the file is found before anything starts and named with the file, the full key, the line where it is
-known, and the nearest valid name. Reading executes nothing.
+Every mistake is found before anything starts and named with the file, the full key, the line or the override where it
+stands, and the nearest valid name (`keys.py`). Reading executes nothing.
 """
 
 from __future__ import annotations
 
-import difflib
+import datetime
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from plait.spec.errors import InvalidRun, UsageError, Violation
+from plait.spec.keys import Key, Origins, Table, key_of, known_part, lines_of, mistakes
 from plait.spec.presets import PRESETS
 from plait.spec.run import RunSpec
 
-Table = dict[str, Any]
+PRESET: Key = ("model", "preset")
+BUILTIN: Mapping[str, str] = {"preset": "builtin"}  # the model of a run that says nothing of it
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> RunSpec:
     """The run of a TOML file (none: the built-in run) with `section.key=value` overrides applied in order.
 
-    Raises InvalidRun (all problems at once) or UsageError (no such file, not TOML).
+    A preset gives every field of [model], and fields beside it replace the preset's; head_dim and kv_heads follow from
+    hidden and heads again where they do in the preset. An override of model.preset puts aside all that the file says
+    of its model. Raises InvalidRun (all problems at once) or UsageError (no such file, not TOML).
     """
-    text, source = "", "overrides"
-    if path is not None:
-        source = str(path)
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{source}: cannot be read: {error}") from error
+    source, text = ("", "") if path is None else (str(path), _read(Path(path)))
+    table = _parse(text, source)
+    origins = Origins(text)
+    given = [(override, *_parse_override(override)) for override in overrides]
+    if "model" not in table or PRESET in [key for _, key, _ in given]:
+        table["model"] = dict(BUILTIN)
+    for override, key, value in given:
+        _set(table, key, value)
+        origins.override(key, override)
+
+    table, found = _expand_preset(table, origins)
+    table, unknown = known_part(table, origins)
+    found += unknown
     try:
-        table: Table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{source}: not TOML: {error}") from error
-    table.setdefault("model", {"preset": "builtin"})  # a file that names no model changes the built-in run
-    for override in overrides:
-        _override(table, override)
-    found = _unknown(table, text)
+        run = RunSpec.model_validate(table)
+    except ValidationError as error:
+        found += mistakes(error, table, origins)
     if found:
         raise InvalidRun(found, source)
-    table = _expand_preset(table, source)
-    try:
-        return RunSpec.model_validate(table)
-    except ValidationError as error:
-        raise InvalidRun([_violation(e, text) for e in error.errors()], source) from None
+    return run
 
 
 def dump(run: RunSpec) -> str:
@@ -63,107 +66,85 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _override(table: Table, override: str) -> None:
-    key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
-        raise UsageError(f"{override!r} is not dotted.key=value", "for example: layout.tp=2")
+def _read(path: Path) -> str:
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        return path.read_text(encoding="utf-8-sig")  # some editors open a file with a byte order mark
+    except FileNotFoundError as error:
+        near = get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
+        hint = f"did you mean {path.with_name(near[0])}?" if near else "without a file it is the built-in run"
+        raise UsageError(f"{path}: no such file", f"{hint}; a key is set as section.key=value") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 text (byte {error.start})", "a run file is TOML") from error
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _parse(text: str, source: str) -> Table:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        found = re.search(r"at line (\d+)", str(error))
+        number = int(found[1]) if found else len(text.splitlines())
+        if twice := _standing_twice(text, number):
+            raise InvalidRun([twice], source) from error
+        line = text.splitlines()[number - 1].strip() if text else ""
+        message = f"{source}: line {number}: not TOML: {str(error).partition(' (at ')[0]}: {line}"
+        hint = "text stands in quotes, true and false do not" if "Invalid value" in str(error) else ""
+        raise UsageError(message, hint) from error
+
+
+def _standing_twice(text: str, number: int) -> Violation | None:
+    """A key or section of line `number` that stands on an earlier one too."""
+    entries = list(lines_of(text))
+    for line, key, opens in entries:
+        first = next(other for other, same, also in entries if (same, also) == (key, opens))
+        if line == number > first:
+            return Violation(".".join(key), f"stands twice, on lines {first} and {line}", "keep one")
+    return None
+
+
+def _parse_override(override: str) -> tuple[Key, Any]:
+    """The key and the value of `dotted.key=value`: the value as TOML, else as text. A run holds no dates: text too."""
+    name, equals, text = override.partition("=")
+    key = key_of(name)
+    if not equals or ".".join(key) != name.strip():
+        raise UsageError(f"{override!r} is not section.key=value", "for example: layout.tp=2")
+    try:
+        parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
-        value = text
-    for part in parts[:-1]:
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
-            raise UsageError(f"{override!r}: {part} is a value, not a section")
-    table[parts[-1]] = value
+        return key, text
+    value = parsed["value"]
+    is_text = len(parsed) > 1 or isinstance(value, datetime.date | datetime.time)
+    return key, text if is_text else value
 
 
-def _expand_preset(table: Table, source: str) -> Table:
-    """[model] preset = "name" gives every field; fields beside it replace the preset's."""
-    model = table.get("model")
-    if model is None or "preset" not in model:
-        return table
-    name = model["preset"]
-    if name not in PRESETS:
-        near = nearest(str(name), PRESETS)
-        raise InvalidRun(
-            [Violation("model.preset", f"{name!r} is unknown", near or "known: " + ", ".join(PRESETS))], source
-        )
-    fields = {key: value for key, value in model.items() if key != "preset"}
-    return {**table, "model": {**PRESETS[name].model_dump(), **fields}}
+def _set(table: Table, key: Key, value: object) -> None:
+    for depth, part in enumerate(key[:-1], 1):
+        inner = table.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise UsageError(f"{'.'.join(key)}: {'.'.join(key[:depth])} is {inner!r}, a value and not a section")
+        table = inner
+    table[key[-1]] = value
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """'did you mean …?' with the nearest of the known names, or nothing."""
-    close = difflib.get_close_matches(name.replace("-", "_"), list(known), n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else ""
-
-
-def _fields(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
-    """Field -> its own spec where it is a section."""
-    kinds = {name: field.annotation for name, field in model.model_fields.items()}
-    return {n: k if isinstance(k, type) and issubclass(k, BaseModel) else None for n, k in kinds.items()}
-
-
-def _unknown(table: Table, text: str) -> list[Violation]:
-    """Keys that no section has, before types are judged, so that each is named with the section where it belongs."""
-    found = []
-    sections = _fields(RunSpec)
-    for name, content in table.items():
-        if name not in sections:
-            where = (
-                f"did you mean [{', '.join(_homes(name, sections))}]?"
-                if _homes(name, sections)
-                else nearest(name, sections)
-            )
-            found.append(Violation(name, f"unknown section or key{_line(text, (name,))}", where))
-        elif not isinstance(content, dict):
-            found.append(Violation(name, f"is a section, not a value{_line(text, (name,))}", f"[{name}]"))
-        else:
-            found += _unknown_keys(name, content, sections, text)
-    return found
-
-
-def _unknown_keys(section: str, content: Table, sections: Mapping[str, Any], text: str) -> list[Violation]:
-    known = [*_fields(sections[section]), *(["preset"] if section == "model" else [])]
-    found = []
-    for key in content:
-        if key not in known:
-            homes = _homes(key, sections)
-            fix = nearest(key, known) or (f"it belongs to [{homes[0]}]" if homes else "known: " + ", ".join(known))
-            found.append(Violation(f"{section}.{key}", f"unknown key{_line(text, (section, key))}", fix))
-    return found
-
-
-def _homes(key: str, sections: Mapping[str, Any]) -> list[str]:
-    return [name for name, spec in sections.items() if key in _fields(spec)]
-
-
-def _violation(error: Any, text: str) -> Violation:
-    # pydantic names the branch of a union after the field ("zero.shard.int"): keep what is a key of the run.
-    path: list[str] = []
-    fields: Mapping[str, Any] = _fields(RunSpec)
-    for part in error["loc"]:
-        if not isinstance(part, str) or part not in fields:
-            break
-        path.append(part)
-        inner = fields[part]
-        fields = _fields(inner) if inner else {}
-    got = "" if error["type"] == "missing" else f", got {error['input']!r}"
-    return Violation(".".join(path), f"{error['msg']}{got}{_line(text, tuple(path))}")
-
-
-def _line(text: str, path: tuple[str, ...]) -> str:
-    """' (line N)' of a key in the file, or nothing where it comes from an override."""
-    section = ""
-    for number, line in enumerate(text.splitlines(), 1):
-        header = re.match(r"\s*\[\s*([\w.-]+)\s*\]", line)
-        if header:
-            section = header[1]
-            if (section,) == path:
-                return f" (line {number})"
-        key = re.match(r"\s*([\w.-]+)\s*=", line)
-        if key and tuple(f"{section}.{key[1]}".strip(".").split(".")) == path:
-            return f" (line {number})"
-    return ""
+def _expand_preset(table: Table, origins: Origins) -> tuple[Table, list[Violation]]:
+    """The table with the preset's fields under those that stand beside it; an unknown preset counts as the built-in."""
+    model = table["model"]
+    if not isinstance(model, dict) or "preset" not in model:
+        return table, []
+    name, found = model["preset"], []
+    if not isinstance(name, str) or name not in PRESETS:
+        near = get_close_matches(str(name).lower(), PRESETS, n=1)
+        fix = f"did you mean {near[0]}?" if near else "known: " + ", ".join(PRESETS)
+        found.append(Violation("model.preset", f"{name!r} is unknown{origins.where(PRESET)}", fix))
+        name = BUILTIN["preset"]
+    preset = PRESETS[name]
+    fields = preset.model_dump()
+    given = {key: value for key, value in model.items() if key != "preset"}
+    if {"hidden", "heads"} & given.keys():
+        derived = {"kv_heads": preset.heads, "head_dim": preset.hidden // preset.heads}
+        fields = {key: value for key, value in fields.items() if derived.get(key) != value}
+    for key, value in given.items():
+        base = fields.get(key)
+        fields[key] = {**base, **value} if isinstance(base, dict) and isinstance(value, dict) else value
+    return {**table, "model": fields}, found

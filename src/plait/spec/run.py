@@ -17,6 +17,7 @@ from plait.spec.presets import PRESETS
 
 Texts = Annotated[tuple[str, ...], Strict(False)]  # TOML has lists, a frozen value has tuples
 DType = Literal["float32", "bfloat16", "float16", "float64"]
+BYTE_VOCAB = 257  # text without a tokenizer: the 256 bytes, and the end of a document
 
 
 class LayoutSpec(Spec):
