@@ -1,0 +1,185 @@
+"""A contest: some sides in the same ranks, whose gradients must be equal before the clock starts, then take turns.
+
+One round gives every side one turn of a few steps; the order is reversed each round, so that no side always follows
+the same one. A turn begins when all ranks are ready and ends, on each rank, when its steps are done; its time is that
+of the slowest rank. The collector is off in a turn and runs between turns.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.floor import Pipes, floor
+from benchmarks.peers import DataParallel, Pipelining, PlainFloor, PlainLoop
+from benchmarks.plait_side import plait
+from benchmarks.tensor_peer import TensorParallel
+from benchmarks.work import Side, Size
+from plait.parallel.launch import World, launch
+from plait.proof.compare import TOLERANCE, error
+
+MakeSide = Callable[[Size, World, Pipes], Side]
+PIPELINE_MICRO_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Who meets: "plait" and "peer", and floors, whose names begin with "floor". `limits` are what is to be shown."""
+
+    name: str
+    title: str
+    peer: str
+    ranks: int
+    sides: Mapping[str, MakeSide]
+    throughput: float = 1.0  # at least
+    above_floor: float | None = None  # at most
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}-{self.ranks}"
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What a contest measured: seconds per step, by side and round, and how far gradients of step 1 were apart."""
+
+    seconds: Mapping[str, list[float]]
+    gradient_error: Mapping[str, float]
+
+
+def one_process() -> Contest:
+    sides = {"plait": _ours(plait()), "peer": _ours(PlainLoop)}
+    return Contest("one", "one process", "a plain PyTorch loop", 1, sides, throughput=0.98)
+
+
+def data_parallel(ranks: int) -> Contest:
+    sides: dict[str, MakeSide] = {
+        "plait": _ours(plait(dp=ranks)),
+        "peer": _ours(DataParallel),
+        "floor": floor(dp=ranks),
+        "floor_plain": _ours(PlainFloor),
+    }
+    return Contest("dp", "data parallel", "DistributedDataParallel", ranks, sides, above_floor=0.9)
+
+
+def tensor_parallel(ranks: int) -> Contest:
+    sides: dict[str, MakeSide] = {
+        "plait": _ours(plait(tp=ranks, sequence_parallel=True)),
+        "plait_whole": _ours(plait(tp=ranks)),
+        "peer": _ours(TensorParallel),
+        "floor": floor(tp=ranks, sequence_parallel=True),
+    }
+    title = "tensor and sequence parallel"
+    return Contest("tp", title, "torch.distributed.tensor.parallel", ranks, sides, above_floor=0.7)
+
+
+def pipeline(schedule: str) -> Callable[[int], Contest]:
+    def contest(ranks: int) -> Contest:
+        asked = {"pp": ranks, "schedule": schedule, "micro_batches": PIPELINE_MICRO_BATCHES}
+        sides: dict[str, MakeSide] = {
+            "plait": _ours(plait(**asked)),
+            "peer": lambda size, world, _: Pipelining(size, world, schedule, PIPELINE_MICRO_BATCHES),
+            "floor": floor(**asked),
+        }
+        title = f"pipeline, {schedule}"
+        return Contest(f"pp-{schedule}", title, "torch.distributed.pipelining", ranks, sides, above_floor=0.7)
+
+    return contest
+
+
+def _ours(make: Callable[[Size, World], Side]) -> MakeSide:
+    return lambda size, world, _: make(size, world)
+
+
+# Name on the command line -> its contests, as functions of the number of ranks; and the numbers it runs by default.
+CONTESTS: Mapping[str, tuple[list[Callable[[int], Contest]], tuple[int, ...]]] = {
+    "one": ([lambda ranks: one_process()], (1,)),
+    "dp": ([data_parallel], (2, 4)),
+    "tp": ([tensor_parallel], (2, 4)),
+    "pp": ([pipeline("1f1b"), pipeline("gpipe")], (2,)),
+}
+
+
+def hold(contest: Contest, size: Size, rounds: int, steps: int) -> Turns:
+    """Run a contest on forked ranks of one thread each. Raises ValueError, in words, where two sides do not agree."""
+    pipes = Pipes(contest.ranks)
+    try:
+        everyone = launch(contest.ranks, _on_rank, contest, size, rounds, steps, pipes, threads=1, timeout_s=None)
+    finally:
+        pipes.close()
+    slowest = {
+        side: [max(times) for times in zip(*(turns.seconds[side] for turns in everyone), strict=True)]
+        for side in contest.sides
+    }
+    return replace(everyone[0], seconds=slowest)
+
+
+def _on_rank(world: World, contest: Contest, size: Size, rounds: int, steps: int, pipes: Pipes) -> Turns:
+    sides = {name: make(size, world, pipes) for name, make in contest.sides.items()}
+    world.progress(1, "gradients")
+    errors = agreement(sides, judge="peer") if world.rank == 0 else agreement(sides, judge=None)
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds + 1):
+        world.progress(number, "turns")
+        for name in reversed(sides) if number % 2 else sides:
+            spent = turn(sides[name], steps)
+            if number > 0:  # round 0 warms up
+                seconds[name].append(spent)
+    return Turns(seconds, errors)
+
+
+def agreement(sides: Mapping[str, Side], judge: str | None) -> dict[str, float]:
+    """Raw gradients of step 1, each side against the judge: the largest error of a tensor by plait's measure.
+
+    All ranks call it; on rank 0 (where `judge` is given) it raises ValueError at an error over the tolerance.
+    """
+    found = {}
+    for name, side in sides.items():
+        side.backward()
+        if not name.startswith("floor"):
+            found[name] = side.gradients()
+        side.update()
+    if judge is None:
+        return {}
+    errors = {name: furthest(gradients, found[judge]) for name, gradients in found.items() if name != judge}
+    for name, (tensor, far) in errors.items():
+        if not far <= TOLERANCE["float32"]:
+            raise ValueError(f"gradients of {name} and {judge} differ most at {tensor}: {far:.3g}")
+    return {name: far for name, (_, far) in errors.items()}
+
+
+def furthest(ones: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> tuple[str, float]:
+    """The tensor that differs most, and its error."""
+    if set(ones) != set(others):
+        raise ValueError(f"gradients of different tensors: {sorted(set(ones) ^ set(others))}")
+    largest = max(other.abs().max().item() for other in others.values())
+    errors = {name: error(one, others[name], largest) for name, one in ones.items()}
+    name = max(errors, key=lambda n: errors[n])
+    return name, errors[name]
+
+
+def turn(side: Side, steps: int) -> float:
+    """Seconds per step of some full steps, begun together by all ranks."""
+    gc.collect()
+    dist.barrier()
+    with _collector_off():
+        start = perf_counter()
+        for _ in range(steps):
+            side.backward()
+            side.update()
+        return (perf_counter() - start) / steps
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,67 @@
+"""The table of docs/benchmarks.md, from the result files: nothing in it is typed by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- begin: written by `python -m benchmarks` -->", "<!-- end -->"
+COLUMNS = (
+    "split", "ranks", "peer", "plait ms", "peer ms", "floor ms", "throughput (peer / plait)",
+    "time above the floor (plait / peer)", "rounds", "gradients differ by",
+)  # fmt: skip
+
+
+def write_table(results: Path, document: Path) -> None:
+    """Put the table of all result files between the document's two marks."""
+    found = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
+    before, _, rest = document.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    document.write_text(f"{before}{BEGIN}\n\n{table(found)}\n\n{END}{after}")
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Markdown: title, one row for each result, and what it ran on."""
+    lines = ["### Overhead on CPU", "", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+    lines += ["| " + " | ".join(row(result)) + " |" for result in results]
+    lines += ["", *sorted({origin(result) for result in results})]
+    return "\n".join(lines)
+
+
+def row(result: Mapping[str, Any]) -> list[str]:
+    """The cells of one contest."""
+    times, floor = result["milliseconds"], result["floor"]
+    beside = f" (tokens whole: {times['plait_whole']:.0f})" if "plait_whole" in times else ""
+    return [
+        result["title"],
+        str(result["ranks"]),
+        result["peer"],
+        f"{times['plait']:.0f}{beside}",
+        f"{times['peer']:.0f}",
+        f"{times[floor]:.0f}" if floor else "–",
+        interval(result["throughput"]),
+        interval(result["above_floor"]),
+        str(result["rounds"]),
+        f"{max(result['gradient_error_of_step_1'].values()):.0e}",
+    ]
+
+
+def interval(ratio: Mapping[str, Any] | None) -> str:
+    """0.87 (0.84 … 0.91)."""
+    if ratio is None:
+        return "–"
+    median, low, high = ("∞" if ratio[key] is None else f"{ratio[key]:.2f}" for key in ("median", "low", "high"))
+    return f"{median} ({low} … {high})"
+
+
+def origin(result: Mapping[str, Any]) -> str:
+    """One line: machine and versions."""
+    at, versions = result["machine"], result["versions"]
+    size = result["size"]
+    return (
+        f"{at['processor']}, {at['cores']} cores, one thread per rank; torch {versions['torch']}, "
+        f"Python {versions['python']}; hidden {size['hidden']}, {size['layers']} layers, vocabulary {size['vocab']}, "
+        f"{size['rows']} × {size['sequence']} tokens, {size['parameters']:,} parameters, float32."
+    )

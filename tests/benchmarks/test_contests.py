@@ -1,0 +1,78 @@
+"""Both sides of every benchmark do the same work: equal gradients, and a floor that waits but sends nothing."""
+
+from dataclasses import replace
+from time import perf_counter, sleep
+
+import pytest
+
+from benchmarks.contest import CONTESTS, hold
+from benchmarks.floor import Floor, Pipes
+from benchmarks.peers import PlainLoop
+from benchmarks.plait_side import Plait
+from benchmarks.tensor_peer import llama_names
+from benchmarks.work import TINY
+from plait.parallel.launch import World, launch
+from plait.parallel.traffic import TrafficCounter
+from plait.spec.errors import RankFailed
+
+KINDS = [(name, contest) for name, (made, _) in CONTESTS.items() for contest in made]
+SPLITS = {
+    "dp": {"dp": 2},
+    "tp": {"tp": 2},
+    "tp, sequence": {"tp": 2, "sequence_parallel": True},
+    "pp": {"pp": 2, "micro_batches": 4},
+}
+
+
+@pytest.mark.parametrize("contest", [make(1 if name == "one" else 2) for name, make in KINDS], ids=lambda c: c.key)
+def test_both_sides_have_equal_gradients(contest):
+    turns = hold(contest, TINY, rounds=1, steps=1)
+    assert max(turns.gradient_error.values()) <= 1e-5
+    assert set(turns.gradient_error) == {s for s in contest.sides if s != "peer" and not s.startswith("floor")}
+    assert all(len(times) == 1 and times[0] > 0 for times in turns.seconds.values())
+
+
+def test_a_side_that_computes_something_else_is_refused():
+    contest = CONTESTS["dp"][0][0](2)
+    alone = replace(contest, sides=contest.sides | {"peer": lambda size, world, _: PlainLoop(size, world)})
+    with pytest.raises(RankFailed, match="gradients of plait and peer differ most at"):
+        hold(alone, TINY, rounds=1, steps=1)
+
+
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_a_floor_sends_nothing_that_plait_sends(split):
+    pipes = Pipes(2)
+
+    def sent(world: World) -> tuple[bool, bool]:
+        counted = []
+        for side in (Plait(TINY, TINY.run(**split), world), Floor(TINY, TINY.run(**split), world, pipes)):
+            with TrafficCounter(side.mesh.axes()) as counter:
+                side.backward()
+            side.update()
+            counted.append(bool(counter.rows()))
+        return counted[0], counted[1]
+
+    assert launch(2, sent, threads=1) == [(True, False)] * 2
+    pipes.close()
+
+
+def test_the_floor_of_a_pipeline_keeps_its_bubble():
+    pipes = Pipes(2)
+
+    def spent(world: World) -> float:
+        floor = Floor(TINY, TINY.run(pp=2, micro_batches=4), world, pipes)
+        if world.rank == 0:
+            stage = floor.step.stages[0]
+            forward = stage.forward
+            stage.forward = lambda *args: (sleep(0.1), forward(*args))[1]
+        start = perf_counter()
+        floor.backward()
+        return perf_counter() - start
+
+    # The last stage sleeps nowhere, but its last micro-batch comes out of four slow ones.
+    assert launch(2, spent, threads=1)[1] >= 0.4
+    pipes.close()
+
+
+def test_the_llama_of_the_tensor_peer_has_the_same_tensors():
+    assert set(llama_names(TINY.model)) == {tensor.name for tensor in TINY.model.parameters()}
