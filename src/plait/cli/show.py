@@ -1,21 +1,67 @@
-"""`plait show`: pictures of a run that has not started: the layout, the schedule, the memory. It needs no torch."""
+"""`plait show`: pictures of a run, before it starts or beside what was measured. It needs no torch.
+
+Only the picture that was asked for is imported, so that each is there at once.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import json
+import shutil
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, Protocol
 
 import typer
 
 from plait.cli.run import Json, Words, read_run
+from plait.spec.errors import UsageError
+from plait.spec.fit import fit
+
+PICTURES = ("layout", "schedule", "memory")  # `plait.report.<name>` defines `picture_<name>(run, layout)`
+WIDTH = 100  # columns, where no terminal says otherwise
+
+
+class Picture(Protocol):
+    """What every picture can do."""
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+    def text(self, width: int) -> str: ...
 
 
 def show(
     what: Annotated[
-        Literal["layout", "schedule", "memory"], typer.Argument(metavar="WHAT", show_default=False, help="The picture.")
+        str, typer.Argument(metavar="layout|schedule|memory|RUN_DIR", show_default=False, help="The picture.")
     ],
     words: Words = None,
+    world: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Ranks; default: the product of the axes.", show_default=False),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show who holds what (layout), the pipeline's timeline (schedule), or the bytes of each rank (memory)."""
+    """Show who holds what (layout), the pipeline's timeline (schedule), or the bytes of each rank (memory).
+
+    Of a run's directory: the planned timeline, and below it the measured one.
+    """
+    picture = _planned(what, words, world) if what in PICTURES else _measured(what, words, world)
+    print(json.dumps(picture.as_dict()) if as_json else picture.text(shutil.get_terminal_size((WIDTH, 0)).columns))
+
+
+def _planned(what: str, words: Sequence[str] | None, world: int | None) -> Picture:
     run = read_run(words)
-    raise NotImplementedError(f"show {what} of {run}, json {as_json}")
+    layout = fit(run, world)
+    picture: Picture = getattr(import_module(f"plait.report.{what}"), f"picture_{what}")(run, layout)
+    return picture
+
+
+def _measured(folder: str, words: Sequence[str] | None, world: int | None) -> Picture:
+    if not Path(folder).is_dir():
+        known = ", ".join(PICTURES)
+        raise UsageError(f"plait show {folder}: neither {known} nor a run's directory", "plait show --help")
+    if words or world:
+        raise UsageError(f"{folder} holds a run that has been: nothing can be overridden", f"plait show {folder}")
+    from plait.report.measured import picture_run
+
+    return picture_run(Path(folder))

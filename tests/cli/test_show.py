@@ -1,0 +1,128 @@
+"""`plait show` from the outside: three pictures and a run's directory, in an installation without torch, at once."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plait.cli.main import main
+from plait.cli.show import PICTURES
+
+SOURCE = Path(__file__).parents[2] / "src"
+LAYOUT = ["layout.pp=2", "layout.tp=2", "layout.dp=2"]
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+
+
+def base_install(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in an interpreter in which torch cannot be imported, nor what pictures do without."""
+    block = "import sys; sys.modules.update(dict.fromkeys(['torch', 'numpy', 'rich', 'safetensors']))"
+    return run_python("-c", f"{block}; from plait.cli.main import main; sys.exit(main())", *arguments)
+
+
+@pytest.mark.parametrize("what", PICTURES)
+def test_every_picture_is_drawn_without_torch(what: str) -> None:
+    done = base_install("show", what, *LAYOUT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) > 5
+
+
+def test_help_needs_no_torch() -> None:
+    assert base_install("--help").returncode == 0
+    assert base_install("show", "--help").returncode == 0
+
+
+def test_importing_plait_needs_no_torch() -> None:
+    assert (
+        run_python("-c", "import sys; sys.modules['torch'] = None; import plait; plait.load(); plait.Layout").stderr
+        == ""
+    )
+
+
+def test_a_runs_directory_is_drawn_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 1\n")
+    spans = [
+        {"rank": 0, "kind": kind, "stage": 0, "micro": 0, "start": at, "end": at + 1}
+        for at, kind in [(0, "F"), (1, "BW")]
+    ]
+    (tmp_path / "spans.jsonl").write_text("\n".join(map(json.dumps, spans)))
+    done = base_install("show", str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "measured in the last step: rank 0 of the world" in done.stdout
+
+
+def test_the_commands_that_need_torch_say_so_in_that_installation() -> None:
+    done = base_install("train", "train.steps=1")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: plait train needs plait[train]")
+
+
+@pytest.mark.parametrize("what", PICTURES)
+def test_json_is_one_document(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", what, *LAYOUT, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert isinstance(json.loads(out), dict)
+    assert err == ""
+
+
+def test_schedule_answers_within_half_a_second() -> None:
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert run_python("-m", "plait", "show", "schedule", "layout.pp=4").returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    # Processor time: what the command costs. A busy machine inflates even that, so one quiet try of ten is enough.
+    assert any(seconds() <= 0.5 for _ in range(10))
+
+
+def test_a_world_gives_the_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "layout", "layout.tp=2", "--world", "8", "--json"]) == 0
+    picture = json.loads(capsys.readouterr().out)
+    assert (picture["world"], picture["axes"]["dp"]) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["layout", *LAYOUT, "--world", "6"], "pp·dp·cp·tp 8 is not the world 6"),
+        (["schedule", "layout.pp=9"], "9 stages are more than layers 4"),
+        (["memory", "layout.tp=3"], "3 does not divide heads 4"),
+        (["layout", "layout.tq=2"], "layout.tq: unknown key"),
+        (["memory", "layout.cp=2"], "not available in this version"),
+        (["no/such/run"], "plait show no/such/run: neither layout, schedule, memory nor a run's directory"),
+        ([str(SOURCE)], "spans.jsonl: cannot be read"),
+        ([str(SOURCE), "layout.tp=2"], "nothing can be overridden"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ") and error in err
+
+
+def test_a_width_is_taken_from_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    widths = []
+    for columns in ("60", "140"):
+        monkeypatch.setenv("COLUMNS", columns)
+        main(["show", "schedule", "layout.pp=4"])
+        widths.append(max(len(line) for line in capsys.readouterr().out.splitlines() if line.startswith("rank")))
+    assert widths[0] <= 60 < widths[1] <= 140
+
+
+def test_the_trainer_executes_the_list_that_is_drawn() -> None:
+    pytest.importorskip("torch")
+    from plait.schedule.of_run import schedules
+    from plait.train import step
+
+    assert step.schedules is schedules
