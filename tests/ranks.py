@@ -1,4 +1,4 @@
-"""One rank of a run, for tests that look inside: its mesh, its tensors, its steps over B8; and a model of one number."""
+"""One rank of a run, for tests that look inside: its mesh, tensors and steps over B8; and a model of one number."""
 
 from __future__ import annotations
 

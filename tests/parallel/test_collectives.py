@@ -52,7 +52,7 @@ def test_a_group_of_one_is_the_identity_and_asks_torch_for_nothing() -> None:
 
 
 def test_the_gradient_through_a_sum_is_not_multiplied_by_the_ranks() -> None:
-    """y = Σ over ranks of w·x with w = 2 on both and x = 1, 3: y is 8, and dy/dw is 1 + 3 once the copies are summed."""
+    """y = Σ over ranks of w·x with w = 2 on both and x = 1, 3: y is 8, and dy/dw is 1 + 3 once copies are summed."""
 
     def run(rank: int, world: int) -> tuple[float, float, float]:
         group = Mesh(Layout(tp=2)).group("tp")
