@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
 from plait.placement.cuts import CUTS, Rectangle, area, piece
 from plait.placement.stages import StageMap, stage_map
@@ -93,6 +94,7 @@ Placements = Mapping[str, Placement]
 
 def place(model: ModelSpec, layout: Layout, zero: ZeroSpec, stages: StageMap | None = None) -> dict[str, Placement]:
     """One record per tensor of `model.parameters()`, by global name, in that order."""
+    assert layout.kv == gcd(layout.tp, model.kv_heads), f"kv {layout.kv} is not that of {model.kv_heads} kv heads"
     stages = stages or stage_map(model, layout)
     return {t.name: _placement(t, layout, zero, stages) for t in model.parameters()}
 
