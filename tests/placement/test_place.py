@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -104,7 +105,7 @@ def test_zero_slices_tile_each_local_rectangle_in_equal_padded_lengths(
         for rank, rectangle in rectangles(placement, layout).items():
             own = [placement.zero_slice(peer) for peer in layout.group("shard", rank)]
             assert own[0].start == 0 and own[-1].stop == area(rectangle)
-            assert all(before.stop == after.start for before, after in zip(own, own[1:], strict=False))
+            assert all(before.stop == after.start for before, after in itertools.pairwise(own))
             assert len({s.stop - s.start + s.padding for s in own}) == 1
             assert sum(s.padding for s in own) < len(own) * max(1, own[0].stop)
 
@@ -128,7 +129,7 @@ def test_a_rank_holds_the_parameters_of_its_stages_and_no_other(
 def test_pieces_are_contiguous_and_differ_by_at_most_one(size: int, parts: int) -> None:
     edges = [piece(size, parts, index) for index in range(parts)]
     assert (edges[0][0], edges[-1][1]) == (0, size)
-    assert all(before[1] == after[0] for before, after in zip(edges, edges[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(edges))
     lengths = [stop - start for start, stop in edges]
     assert max(lengths) - min(lengths) <= 1 and lengths == sorted(lengths, reverse=True)
 

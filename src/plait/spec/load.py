@@ -71,8 +71,8 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")  # some editors open a file with a byte order mark
     except FileNotFoundError as error:
         near = get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
-        hint = f"did you mean {path.with_name(near[0])}?" if near else "without a file it is the built-in run"
-        raise UsageError(f"{path}: no such file", f"{hint}; a key is set as section.key=value") from error
+        hint = f"did you mean {path.with_name(near[0])}?" if near else "without a file it is the built-in run."
+        raise UsageError(f"{path}: no such file", f"{hint} A key is set as section.key=value") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 text (byte {error.start})", "a run file is TOML") from error
     except OSError as error:
@@ -107,7 +107,7 @@ def _parse_override(override: str) -> tuple[Key, Any]:
     """The key and the value of `dotted.key=value`: the value as TOML, else as text. A run holds no dates: text too."""
     name, equals, text = override.partition("=")
     key = key_of(name)
-    if not equals or ".".join(key) != name.strip():
+    if not equals or not key or ".".join(key) != name.strip():
         raise UsageError(f"{override!r} is not section.key=value", "for example: layout.tp=2")
     try:
         parsed = tomllib.loads(f"value = {text}")
