@@ -94,6 +94,11 @@ def test_heads_that_do_not_divide_hidden_need_a_head_size() -> None:
     assert load(None, ["model.preset=gpt2", "model.hidden=770", "model.head_dim=64"]).model.head_dim == 64
 
 
+@pytest.mark.parametrize("heads", [0, -2])
+def test_heads_below_one_are_refused_as_such(heads: int) -> None:
+    assert refusal(None, f"model.heads={heads}").message.startswith(f"model.heads: is {heads}, but at least 1")
+
+
 def test_part_of_a_presets_rope_scaling_can_be_replaced() -> None:
     scaling = load(None, ["model.preset=llama3-405b", "model.rope_scaling.factor=4.0"]).model.rope_scaling
     before = PRESETS["llama3-405b"].rope_scaling

@@ -153,22 +153,22 @@ def _key_of_complaint(location: tuple[int | str, ...]) -> Key:
 def _mistake(key: Key, complaints: list[Any], model: Table, origins: Origins) -> Violation:
     """One key's violation; the branches of a union that refused it are joined."""
     name, where, given = ".".join(key), origins.where(key), complaints[0]["input"]
+    if key == ("model", "head_dim") and complaints[0]["type"] == "missing":
+        return _no_head_dim(model["heads"], model["hidden"])
     if complaints[0]["type"] == "missing":
-        if key == ("model", "head_dim"):
-            problem = f"heads {model['heads']} do not divide hidden {model['hidden']}"
-            return Violation(
-                name, problem, f"set it, or use hidden {nearest_multiples(model['heads'], model['hidden'])}"
-            )
         return Violation(name, f"is missing{where}", "model.preset gives every field" if key[:-1] == ("model",) else "")
-    wanted = [complaint["msg"].removeprefix("Input should be ") for complaint in complaints]
-    wanted = [
-        text.replace("a valid tuple", "a list of texts")
-        .replace("a valid integer", "a whole number")
-        .replace("a valid ", "a ")
-        for text in wanted
-    ]
-    problem = f"should be {' or '.join(dict.fromkeys(wanted))}, got {given!r}{where}"
-    return Violation(name, problem, _way_out(complaints, given))
+    wanted = " or ".join(dict.fromkeys(complaint["msg"].removeprefix("Input should be ") for complaint in complaints))
+    for theirs, ours in (("valid tuple", "list of texts"), ("valid integer", "whole number"), ("valid ", "")):
+        wanted = wanted.replace(theirs, ours)
+    return Violation(name, f"should be {wanted}, got {given!r}{where}", _way_out(complaints, given))
+
+
+def _no_head_dim(heads: int, hidden: int) -> Violation:
+    """head_dim follows from hidden and heads, and here it cannot."""
+    if heads < 1:
+        return Violation("model.heads", f"is {heads}, but at least 1 is needed", "use 1 or more")
+    problem = f"heads {heads} do not divide hidden {hidden}"
+    return Violation("model.head_dim", problem, f"set it, or use hidden {nearest_multiples(heads, hidden)}")
 
 
 def _way_out(complaints: list[Any], given: object) -> str:
