@@ -150,16 +150,21 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
 
 
 class VocabularyCrossEntropy(nn.Module):
-    """The loss slot over logits that no rank holds whole: sum of token losses and number of valid labels."""
+    """The loss slot over logits that no rank holds whole: sum of token losses and number of valid labels.
 
-    def __init__(self, start: int, group: Group) -> None:
+    `tokens` are the first and the last + 1 of those whose logits the projection gives here.
+    """
+
+    def __init__(self, tokens: tuple[int, int], group: Group) -> None:
         super().__init__()
-        self.start, self.group = start, group
+        self.tokens, self.group = tokens, group
 
     def forward(self, x: Tensor, projection: nn.Module, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits = _flat(projection(x))
+        start, stop = self.tokens
+        assert logits.shape[-1] == stop - start, f"{logits.shape[-1]} logits, {stop - start} tokens are of this rank"
         labels = labels.reshape(-1)
-        losses: Tensor = _VocabularyCrossEntropy.apply(logits, labels, self.start, self.group)  # type: ignore[no-untyped-call]
+        losses: Tensor = _VocabularyCrossEntropy.apply(logits, labels, start, self.group)  # type: ignore[no-untyped-call]
         return losses.sum(), (labels >= 0).sum()
 
 
@@ -203,7 +208,7 @@ def _vocabulary(module: Any, path: str, known: Tensors) -> nn.Module:
 
 
 def _loss(module: nn.Module, path: str, known: Tensors) -> nn.Module:
-    return VocabularyCrossEntropy(known.rectangles["head.projection.weight"][0][0][0], known.group)
+    return VocabularyCrossEntropy(known.rectangles["head.projection.weight"][0][0], known.group)
 
 
 def _heads(module: Any, path: str, known: Tensors) -> nn.Module:
