@@ -20,6 +20,8 @@ from plait.spec.fit import fit
 from plait.spec.load import dump
 from plait.spec.run import RunSpec
 
+MOST_UNASKED = 64  # local ranks
+
 
 def train(
     words: Words = None,
@@ -34,7 +36,12 @@ def train(
     world = (
         int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else nproc
     )  # torchrun has set the one, the user the other
-    layout = fit(run, world)  # every mistake in the run is told before torch is even imported
+    layout = fit(run, world, train=True)  # every mistake in the run is told before torch is even imported
+    if world is None and layout.world > MOST_UNASKED:
+        raise UsageError(
+            f"{layout.world} ranks are asked for, and without a word at most {MOST_UNASKED} are forked on one machine",
+            f"start it under torchrun, or insist with --nproc {layout.world}",
+        )
     need_torch("plait train")
     from plait.parallel.launch import launch
     from plait.parallel.world import device_kind, joined_world, run_here

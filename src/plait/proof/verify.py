@@ -34,6 +34,7 @@ def verify(run: RunSpec, dtype: str = "float64", full: bool = False) -> Verdict 
     Ranks are forked on this machine, on its CPU unless the run asks for CUDA; under torchrun this process is one of
     them, and all but rank 0 get None. Raises InvalidRun for a run that cannot be, RankFailed where a rank fails.
     """
+    fit(proof_run(run, dtype))  # the whole run must be legal, not only its small likeness
     run = proof_run(run if full else shrink(run), dtype)
     world = joined_world(_device(run))
     if world is not None:

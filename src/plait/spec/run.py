@@ -47,7 +47,7 @@ class BatchSpec(Spec):
     """[batch]: sequences per step, sequences per micro-batch, tokens per sequence."""
 
     global_size: int = Field(32, ge=1)
-    micro_size: int = Field(4, ge=1)
+    micro_size: int = Field(8, ge=1)
     sequence: int = Field(128, ge=1)
 
 
@@ -78,7 +78,7 @@ class OptimSpec(Spec):
     """[optim]: update n (from 1) uses lr(n); after the last update the LR stands at `lr · final`."""
 
     name: Literal["adamw", "sgd"] = "adamw"
-    lr: float = Field(3e-3, ge=0)
+    lr: float = Field(6e-3, ge=0)
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     warmup: int = Field(0, ge=0)
     decay: int = Field(0, ge=0)  # wsd: the last steps, in which the LR falls
@@ -109,7 +109,7 @@ class DataSpec(Spec):
 class TrainSpec(Spec):
     """[train]: how long, from which seed, where to, and how often the run looks up from its work."""
 
-    steps: int = Field(300, ge=1)
+    steps: int = Field(200, ge=1)
     seed: int = Field(1, ge=0, lt=2**31)
     run_dir: str | None = None
     resume: str | None = None
