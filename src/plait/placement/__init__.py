@@ -1,4 +1,4 @@
-"""WHERE: one record per tensor says how it is cut, who holds it, and over which groups its gradient is a sum. No torch."""
+"""WHERE: one record per tensor says how it is cut, who holds it, and which groups sum its gradient. No torch."""
 
 from plait.placement.place import Placement, ZeroSlice, place
 from plait.placement.stages import StageMap, stage_map

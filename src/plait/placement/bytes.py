@@ -15,7 +15,7 @@ SHARDED_FROM: Mapping[str, int] = {"weights": 3, "gradients": 2, "master": 1, "m
 
 
 def element_bytes(run: RunSpec) -> dict[str, int]:
-    """Bytes of each kind of state per element of a weight. "float32" widens to the compute dtype where that is wider."""
+    """Bytes of each kind of state per element of a weight; "float32" widens to a wider compute dtype."""
     compute = SIZES[run.precision.compute]
     full = max(compute, SIZES["float32"])
     moments = {"adamw": 2, "sgd": int(run.optim.momentum > 0)}[run.optim.name]
