@@ -33,6 +33,10 @@ class Worst:
     error: float
     first: str | None = None
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"name": self.name, "error": self.error}
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -57,9 +61,9 @@ class Verdict:
             "dtype": self.dtype,
             "run": self.run,
             "loss": asdict(self.loss),
-            "gradients": {"compared": self.compared, "worst": asdict(self.gradients)},
+            "gradients": {"compared": self.compared, "worst": self.gradients.as_dict()},
             "norm": asdict(self.norm),
-            "weights": {"steps": self.steps, "worst": asdict(self.weights)},
+            "weights": {"steps": self.steps, "worst": self.weights.as_dict()},
         }
 
     @property

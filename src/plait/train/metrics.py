@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Summary:
-    """The whole run, as `plait train --json` prints it."""
+    """The whole run, as `plait train --json` prints it; the last two are for people only."""
 
     steps: int
     loss_first: float
@@ -49,11 +49,11 @@ class Summary:
     collectives: Mapping[str, Any]
     run_dir: str | None
     bigram_loss: float | None = None
-    sample: str | None = field(default=None)
+    sample: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name not in ("bigram_loss", "sample")}
 
 
 def peak_memory(device: torch.device) -> int:
