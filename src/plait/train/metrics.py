@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,7 +61,11 @@ def peak_memory(device: torch.device) -> int:
     """Most bytes ever held by this rank: the allocator's on CUDA, the process's resident set (VmHWM) on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    status = Path("/proc/self/status")
+    if not status.exists():  # macOS: ru_maxrss is in bytes there
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    highest = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(highest.split()[1]) * 1024
 
 
 # Dense peak FLOP/s by the name that the device gives itself, for compute dtypes; an unknown device has no MFU.
