@@ -8,16 +8,17 @@ of the slowest rank. The collector is off in a turn and runs between turns.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from time import perf_counter
+from dataclasses import dataclass
+from statistics import mean
+from time import perf_counter, process_time
 
 import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.floor import Pipes, floor
-from benchmarks.peers import DataParallel, Pipelining, PlainFloor, PlainLoop
+from benchmarks.peers import DataParallel, Pipelining, PipeliningFloor, PlainFloor, PlainLoop, PlainShard
 from benchmarks.plait_side import plait
 from benchmarks.tensor_peer import TensorParallel
 from benchmarks.work import Side, Size
@@ -47,33 +48,38 @@ class Contest:
 
 @dataclass(frozen=True)
 class Turns:
-    """What a contest measured: seconds per step, by side and round, and how far gradients of step 1 were apart."""
+    """What a contest measured, by side: seconds per step of each round, and how far gradients of step 1 were apart.
+
+    `cpu_seconds` are those of all threads, the mean of the ranks: a busy machine disturbs them far less than the clock.
+    """
 
     seconds: Mapping[str, list[float]]
+    cpu_seconds: Mapping[str, list[float]]
     gradient_error: Mapping[str, float]
 
 
 def one_process() -> Contest:
-    sides = {"plait": _ours(plait()), "peer": _ours(PlainLoop)}
+    sides = {"plait": _apart(plait()), "peer": _apart(PlainLoop)}
     return Contest("one", "one process", "a plain PyTorch loop", 1, sides, throughput=0.98)
 
 
 def data_parallel(ranks: int) -> Contest:
     sides: dict[str, MakeSide] = {
-        "plait": _ours(plait(dp=ranks)),
-        "peer": _ours(DataParallel),
+        "plait": _apart(plait(dp=ranks)),
+        "peer": _apart(DataParallel),
         "floor": floor(dp=ranks),
-        "floor_plain": _ours(PlainFloor),
+        "floor_plain": _apart(PlainFloor),
     }
     return Contest("dp", "data parallel", "DistributedDataParallel", ranks, sides, above_floor=0.9)
 
 
 def tensor_parallel(ranks: int) -> Contest:
     sides: dict[str, MakeSide] = {
-        "plait": _ours(plait(tp=ranks, sequence_parallel=True)),
-        "plait_whole": _ours(plait(tp=ranks)),
-        "peer": _ours(TensorParallel),
+        "plait": _apart(plait(tp=ranks, sequence_parallel=True)),
+        "plait_whole": _apart(plait(tp=ranks)),
+        "peer": _apart(TensorParallel),
         "floor": floor(tp=ranks, sequence_parallel=True),
+        "floor_plain": _apart(PlainShard),
     }
     title = "tensor and sequence parallel"
     return Contest("tp", title, "torch.distributed.tensor.parallel", ranks, sides, above_floor=0.7)
@@ -81,11 +87,13 @@ def tensor_parallel(ranks: int) -> Contest:
 
 def pipeline(schedule: str) -> Callable[[int], Contest]:
     def contest(ranks: int) -> Contest:
-        asked = {"pp": ranks, "schedule": schedule, "micro_batches": PIPELINE_MICRO_BATCHES}
+        micro = PIPELINE_MICRO_BATCHES
+        asked = {"pp": ranks, "schedule": schedule, "micro_batches": micro}
         sides: dict[str, MakeSide] = {
-            "plait": _ours(plait(**asked)),
-            "peer": lambda size, world, _: Pipelining(size, world, schedule, PIPELINE_MICRO_BATCHES),
+            "plait": _apart(plait(**asked)),
+            "peer": lambda size, world, _: Pipelining(size, world, schedule, micro),
             "floor": floor(**asked),
+            "floor_peer": lambda size, world, pipes: PipeliningFloor(size, world, pipes, schedule, micro),
         }
         title = f"pipeline, {schedule}"
         return Contest(f"pp-{schedule}", title, "torch.distributed.pipelining", ranks, sides, above_floor=0.7)
@@ -93,7 +101,8 @@ def pipeline(schedule: str) -> Callable[[int], Contest]:
     return contest
 
 
-def _ours(make: Callable[[Size, World], Side]) -> MakeSide:
+def _apart(make: Callable[[Size, World], Side]) -> MakeSide:
+    """A side that needs no pipes."""
     return lambda size, world, _: make(size, world)
 
 
@@ -113,25 +122,28 @@ def hold(contest: Contest, size: Size, rounds: int, steps: int) -> Turns:
         everyone = launch(contest.ranks, _on_rank, contest, size, rounds, steps, pipes, threads=1, timeout_s=None)
     finally:
         pipes.close()
-    slowest = {
-        side: [max(times) for times in zip(*(turns.seconds[side] for turns in everyone), strict=True)]
-        for side in contest.sides
-    }
-    return replace(everyone[0], seconds=slowest)
+    seconds = {side: _by_round(max, [turns.seconds[side] for turns in everyone]) for side in contest.sides}
+    cpu = {side: _by_round(mean, [turns.cpu_seconds[side] for turns in everyone]) for side in contest.sides}
+    return Turns(seconds, cpu, everyone[0].gradient_error)
+
+
+def _by_round(combine: Callable[[Sequence[float]], float], ranks: list[list[float]]) -> list[float]:
+    return [combine(times) for times in zip(*ranks, strict=True)]
 
 
 def _on_rank(world: World, contest: Contest, size: Size, rounds: int, steps: int, pipes: Pipes) -> Turns:
     sides = {name: make(size, world, pipes) for name, make in contest.sides.items()}
     world.progress(1, "gradients")
     errors = agreement(sides, judge="peer") if world.rank == 0 else agreement(sides, judge=None)
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    turns = Turns({name: [] for name in sides}, {name: [] for name in sides}, errors)
     for number in range(rounds + 1):
         world.progress(number, "turns")
         for name in reversed(sides) if number % 2 else sides:
-            spent = turn(sides[name], steps)
+            seconds, cpu_seconds = turn(sides[name], steps)
             if number > 0:  # round 0 warms up
-                seconds[name].append(spent)
-    return Turns(seconds, errors)
+                turns.seconds[name].append(seconds)
+                turns.cpu_seconds[name].append(cpu_seconds)
+    return turns
 
 
 def agreement(sides: Mapping[str, Side], judge: str | None) -> dict[str, float]:
@@ -164,16 +176,16 @@ def furthest(ones: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> tuple[
     return name, errors[name]
 
 
-def turn(side: Side, steps: int) -> float:
-    """Seconds per step of some full steps, begun together by all ranks."""
+def turn(side: Side, steps: int) -> tuple[float, float]:
+    """Seconds and CPU seconds per step of some full steps, begun together by all ranks."""
     gc.collect()
     dist.barrier()
     with _collector_off():
-        start = perf_counter()
+        start, cpu_start = perf_counter(), process_time()
         for _ in range(steps):
             side.backward()
             side.update()
-        return (perf_counter() - start) / steps
+        return (perf_counter() - start) / steps, (process_time() - cpu_start) / steps
 
 
 @contextmanager

@@ -10,10 +10,10 @@ of each tensor that would have been moved. What goes is moving it between proces
   A pipe made before the fork costs a few microseconds and nothing of torch.distributed.
 
 Both sides are measured against the same floor, since it stands for the same work: whatever a side spends above it, on
-communicating or on getting ready to, is that side's overhead. The floor of one side under its own name would forgive
-that side its bookkeeping. This floor forgives plait its own, so it could be too high, and a floor that is too high
-flatters whoever is ahead. Hence `one`, where plait's bookkeeping stands alone against a plain loop; and for dp a second
-floor, the plain loop on the rank's own rows: the lower of the two counts.
+communicating or on getting ready to, is that side's overhead. But plait's step without communication still contains
+plait's own bookkeeping, so that floor may be too high, and a floor that is too high flatters whoever is ahead. So each
+contest has a second floor that plait has no part in (peers.py): a plain loop on the rank's own rows for dp, a plain
+model of the shards' sizes for tp, the peer's own pipeline with its messages replaced as above for pp. The lower counts.
 
 It replaces names of `plait.parallel.collectives` for the length of a step, here only; the library has no such switch.
 """
@@ -52,6 +52,10 @@ class Pipes:
         """Until the next byte is there."""
         os.read(self._ends[source, target][0], 1)
 
+    def arrival(self, into: Tensor, stand_in: Tensor, source: int, target: int) -> Arrival:
+        """A receive that is posted."""
+        return Arrival(into, stand_in, lambda: self.wait(source, target))
+
     def close(self) -> None:
         for ends in self._ends.values():
             for end in ends:
@@ -78,7 +82,7 @@ class LocalOperators:
         return x
 
 
-class _Arrival:
+class Arrival:
     """A posted receive: its wait ends with the sender's byte, then copies something of the message's size."""
 
     def __init__(self, into: Tensor, stand_in: Tensor, await_byte: Callable[[], None]) -> None:
@@ -86,7 +90,7 @@ class _Arrival:
 
     def wait(self) -> None:
         self._await_byte()
-        self._into.copy_(self._stand_in)
+        self._into.detach().copy_(self._stand_in)
 
 
 class Local:
@@ -107,7 +111,7 @@ class Local:
 
     def receive(self, into: Tensor, group: Group, source: int) -> Transfer:
         sender, here = group.ranks[source], group.ranks[group.rank]
-        return Transfer(into, [_Arrival(into, self._like(into), lambda: self.pipes.wait(sender, here))])
+        return Transfer(into, [self.pipes.arrival(into, self._like(into), sender, here)])
 
     def _like(self, x: Tensor) -> Tensor:
         # Of ordinary size, neither zeros nor denormals, and made once.

@@ -1,21 +1,24 @@
 """The peers over plait's own plain Decoder: a loop of PyTorch, DistributedDataParallel, and pipelining.
 
 Each is used as its documentation says a fast run should be. What a peer does is written out here in full, so that
-nobody has to trust a wrapper.
+nobody has to trust a wrapper. Beside them stand the floors that plait has no part in; see floor.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.floor import Arrival, Pipes
 from benchmarks.work import Size, adamw, decoder, where
 from plait.data import rows_of
 from plait.models.decoder import Decoder, Head, PassThrough, logical_tensors
@@ -66,6 +69,18 @@ class PlainFloor(PlainLoop):
     def backward(self) -> None:
         super().backward()
         torch._foreach_copy_(self.copies, [p.grad for p in self.model.parameters() if p.grad is not None])
+
+
+class PlainShard(PlainLoop):
+    """The floor of tensor parallelism made without plait: one rank's share of heads, ffn and vocabulary, all tokens.
+
+    It copies nothing for the collectives that it leaves out.
+    """
+
+    def __init__(self, size: Size, world: World) -> None:
+        n = world.size
+        shard = replace(size, heads=size.heads // n, ffn=size.ffn // n, vocab=size.vocab // n, head_dim=size.head_dim)
+        super().__init__(shard, World(0, 1, 0, world.device))
 
 
 class DataParallel(PlainLoop):
@@ -124,6 +139,30 @@ class Pipelining:
 
     def gradients(self) -> dict[str, Tensor]:
         return collected(named_gradients(self.model))
+
+
+class PipeliningFloor(Pipelining):
+    """The floor of a pipeline made without plait: the peer itself, each message a byte through a pipe and a copy."""
+
+    def __init__(self, size: Size, world: World, pipes: Pipes, schedule: str, micro_batches: int) -> None:
+        super().__init__(size, world, schedule, micro_batches)
+        self.pipes, self.rank = pipes, world.rank
+        rows = size.rows // micro_batches
+        self.stand_in = torch.full((rows, size.sequence, size.hidden), 1e-3)
+
+    def backward(self) -> None:
+        with mock.patch.object(schedules, "_batch_p2p", self.moved):
+            super().backward()
+
+    def moved(self, operations: list[dist.P2POp], desc: str | None = None) -> list[Arrival]:
+        """What stands in for the peer's sends and receives."""
+        arrivals = []
+        for operation in operations:
+            if operation.op is dist.isend:
+                self.pipes.signal(self.rank, operation.peer)
+            else:
+                arrivals.append(self.pipes.arrival(operation.tensor, self.stand_in, operation.peer, self.rank))
+        return arrivals
 
 
 def token_mean(logits: Tensor, labels: Tensor) -> Tensor:

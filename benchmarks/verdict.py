@@ -71,6 +71,7 @@ def judge(contest: Contest, turns: Turns, size: Size, steps: int) -> dict[str, A
         "steps_per_turn": steps,
         "gradient_error_of_step_1": dict(turns.gradient_error),
         "milliseconds": {side: 1e3 * value for side, value in medians.items()},
+        "cpu_milliseconds_per_rank": {side: 1e3 * median(times) for side, times in turns.cpu_seconds.items()},
         "floor": floor,
         "throughput": asdict(ratio(list(zip(seconds["peer"], seconds["plait"], strict=True)))),
         "above_floor": None if floor is None else asdict(ratio(_above(seconds, floor))),

@@ -45,13 +45,14 @@ class Size:
     vocab: int = 4096
     rows: int = 8
     sequence: int = 256
+    head_dim: int = 32
 
     @property
     def model(self) -> ModelSpec:
         """A Llama: RMSNorm, rotary positions, SwiGLU, untied head, as many kv heads as heads."""
         return ModelSpec(
             vocab=self.vocab, hidden=self.hidden, layers=self.layers, heads=self.heads, ffn=self.ffn,
-            max_sequence=self.sequence, kv_heads=self.heads, head_dim=self.hidden // self.heads,
+            max_sequence=self.sequence, kv_heads=self.heads, head_dim=self.head_dim,
         )  # fmt: skip
 
     def run(self, micro_batches: int = 1, schedule: str = "1f1b", **layout: Any) -> RunSpec:
@@ -74,7 +75,7 @@ class Size:
         return whole.rows(start, self.rows if stop is None else stop)
 
 
-TINY = Size(hidden=64, layers=2, heads=4, ffn=96, vocab=96, rows=8, sequence=16)
+TINY = Size(hidden=64, layers=4, heads=4, ffn=96, vocab=96, rows=8, sequence=16, head_dim=16)
 
 
 def decoder(size: Size) -> Decoder:

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.contest import CONTESTS, hold
 from benchmarks.floor import Floor, Pipes
-from benchmarks.peers import PlainLoop
+from benchmarks.peers import PipeliningFloor, PlainLoop
 from benchmarks.plait_side import Plait
 from benchmarks.tensor_peer import llama_names
 from benchmarks.work import TINY
@@ -56,15 +56,20 @@ def test_a_floor_sends_nothing_that_plait_sends(split):
     pipes.close()
 
 
-def test_the_floor_of_a_pipeline_keeps_its_bubble():
+@pytest.mark.parametrize("made_by", ["plait", "peer"])
+def test_the_floor_of_a_pipeline_keeps_its_bubble(made_by):
     pipes = Pipes(2)
 
     def spent(world: World) -> float:
-        floor = Floor(TINY, TINY.run(pp=2, micro_batches=4), world, pipes)
+        if made_by == "plait":
+            floor = Floor(TINY, TINY.run(pp=2, micro_batches=4), world, pipes)
+            model = next(iter(floor.parallel.stages.values())).module
+        else:
+            floor = PipeliningFloor(TINY, world, pipes, "1f1b", 4)
+            model = floor.model
+        floor.backward()
         if world.rank == 0:
-            stage = floor.step.stages[0]
-            forward = stage.forward
-            stage.forward = lambda *args: (sleep(0.1), forward(*args))[1]
+            model.rotary.register_forward_pre_hook(lambda *_: sleep(0.1))
         start = perf_counter()
         floor.backward()
         return perf_counter() - start

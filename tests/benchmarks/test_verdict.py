@@ -25,7 +25,7 @@ def test_a_peer_at_or_below_the_floor_counts_against_plait():
 
 def test_the_lower_of_two_floors_counts():
     seconds = {"plait": [1.2] * 7, "peer": [1.4] * 7, "floor": [1.1] * 7, "floor_plain": [1.0] * 7}
-    result = judge(data_parallel(2), Turns(seconds, {"plait": 1e-6}), TINY, steps=2)
+    result = judge(data_parallel(2), Turns(seconds, seconds, {"plait": 1e-6}), TINY, steps=2)
     assert result["floor"] == "floor_plain"
     assert result["above_floor"]["median"] == pytest.approx(0.5)
     assert result["throughput"]["median"] == pytest.approx(1.4 / 1.2)
