@@ -8,9 +8,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from plait.cli.main import main
+
+for heavy in ("plait.proof.many", "plait.train.job"):
+    import_module(heavy)  # once here, not in every fork
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 

@@ -59,7 +59,7 @@ def test_json_is_one_document_with_the_promised_keys(tmp_path: Path) -> None:
 
 
 def test_without_json_the_end_is_told_in_words(tmp_path: Path) -> None:
-    ended = plait("train", *TINY, folder=tmp_path)
+    ended = plait("train", *TINY, "layout.dp=2", folder=tmp_path)
     assert ended.code == 0 and "4 steps, loss " in ended.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
@@ -77,7 +77,7 @@ def test_a_file_and_overrides_make_the_run_and_the_world_gives_dp(tmp_path: Path
 
 
 def test_a_directory_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
-    words = ("train", *TINY, "train.steps=1", f"train.run_dir={tmp_path}")
+    words = ("train", *TINY, "layout.dp=2", "train.steps=1", f"train.run_dir={tmp_path}")
     assert plait(*words).code == 0
     again = plait(*words)
     assert again.code == 2 and "already holds a run" in again.error

@@ -145,7 +145,7 @@ def test_ranks_that_are_done_do_not_disturb_the_others() -> None:
         ("raise", "data", "RuntimeError: injected fault"),
         ("exit", "forward", "exit code 3"),
         ("kill", "collective", "signal 9 (SIGKILL), possibly out of memory"),
-        ("segv", "save", "signal 11 (SIGSEGV)"),
+        ("segv", "update", "signal 11 (SIGSEGV)"),
     ],
 )
 def test_the_first_to_fail_is_named_every_time_and_a_restart_works_at_once(

@@ -11,6 +11,7 @@ from torch import Tensor
 from plait.models.decoder import Decoder, logical_tensors
 from plait.models.init import initialise
 from plait.parallel.weights import gather_whole
+from plait.spec.errors import CopiesDiffer
 from plait.spec.model import ModelSpec
 from plait.spec.run import RunSpec
 from tests.fixtures import T0, T0_GROUPED, T0_TIED, run_of
@@ -96,7 +97,7 @@ def test_copies_that_differ_in_one_bit_are_not_gathered() -> None:
                 weights[3][1].view(-1)[0] += 1e-7
         try:
             gather_whole(weights, mine.parallel.placements, mine.mesh)
-        except ValueError as error:
+        except CopiesDiffer as error:
             return str(error)
         return ""
 

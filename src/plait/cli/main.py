@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PlaitError as error:
         if debug:
             raise
-        return _report(error.message, error.hint, error.exit_code)
+        return _report(error.message, error.hint, error.exit_code, getattr(error, "details", ""))
     except typer.TyperException as error:  # an unknown command or flag, a value of the wrong type
         help_of = f"plait {command} --help" if command in COMMANDS else "plait --help"
         return _report(" ".join(error.format_message().split()), help_of, error.exit_code)
@@ -86,8 +86,10 @@ def _plait(
     """
 
 
-def _report(message: str, hint: str, exit_code: int) -> int:
+def _report(message: str, hint: str, exit_code: int, details: str = "") -> int:
     print(f"error: {message}", file=sys.stderr)
+    if details:
+        print(details, file=sys.stderr)
     if hint:
         print(f"hint: {hint}", file=sys.stderr)
     return exit_code

@@ -31,12 +31,17 @@ _op = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that communicate, as seen by one of them. `process_group` is None in a group of one."""
+    """The ranks that communicate, as seen by one of them. `process_group` is None in a group of one.
+
+    `device` is the kind on which its tensors are; `backend` is what moves those ("gloo", "nccl").
+    """
 
     name: str
     ranks: tuple[int, ...]
     rank: int  # index of this process within `ranks`
     process_group: Any = None
+    device: str = "cpu"
+    backend: str = "gloo"
 
     @property
     def size(self) -> int:
@@ -50,7 +55,7 @@ class Group:
     @property
     def scatters_by_exchange(self) -> bool:
         """gloo's reduce-scatter is an all-reduce inside and sends twice; exchanging pieces and adding sends once."""
-        return bool(dist.get_backend(self.process_group) == "gloo")
+        return self.backend == "gloo"
 
 
 # --- functional pairs over one dim ---------------------------------------------------------------------------------
@@ -156,10 +161,6 @@ class Transfer:
         self.works = []
         return self.tensor
 
-    @property
-    def done(self) -> bool:
-        return all(work.is_completed() for work in self.works)
-
 
 def sum_in_place(x: Tensor, group: Group) -> Transfer:
     """Begin to replace x by its sum over the group."""
@@ -191,14 +192,10 @@ def gather_bytes(content: bytes, group: Group) -> list[bytes]:
     """The bytes of every rank, on every rank. For small reports at the end of a run."""
     if group.size == 1:
         return [content]
-    lengths = torch.zeros(group.size, dtype=torch.int64, device=_reporting_device(group))
+    lengths = torch.zeros(group.size, dtype=torch.int64, device=group.device)
     lengths[group.rank] = len(content)
     longest = int(sum_in_place(lengths, group).wait().max())
     table = torch.zeros((group.size, longest), dtype=torch.uint8, device=lengths.device)
     table[group.rank, : len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     sum_in_place(table, group).wait()
     return [bytes(row[:length].tolist()) for row, length in zip(table.cpu(), lengths.tolist(), strict=True)]
-
-
-def _reporting_device(group: Group) -> str:
-    return "cuda" if dist.get_backend(group.process_group) == "nccl" else "cpu"

@@ -18,7 +18,7 @@ from typing import NoReturn
 from plait.spec.errors import UsageError
 
 VARIABLE = "PLAIT_FAULT"
-POINTS = ("data", "forward", "backward", "collective", "update", "save")
+POINTS = ("data", "forward", "collective", "update", "evaluate")
 
 
 @dataclass(frozen=True)

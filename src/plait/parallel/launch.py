@@ -31,7 +31,7 @@ import torch.distributed as dist
 from plait.parallel import faults
 from plait.parallel.outcome import Failure, Origin, Success, death_of, failure_of
 from plait.parallel.world import Mark, World, joined_world, on_device, run_here
-from plait.spec.errors import RankFailed, UsageError
+from plait.spec.errors import PlaitError, RankFailed, UsageError
 
 __all__ = ["World", "joined_world", "launch", "run_here"]
 
@@ -208,10 +208,12 @@ class _Job:
     def _idle_s(self) -> float:
         return time.monotonic() - max(r.mark.read().since for r in self._ranks)
 
-    def _failed(self) -> RankFailed:
+    def _failed(self) -> PlaitError:
         failures = {i: r.outcome for i, r in enumerate(self._ranks) if isinstance(r.outcome, Failure)}
         order = sorted(failures, key=lambda i: (failures[i].origin, failures[i].moment))
         first, standing = order[0], self._ranks[order[0]].mark.read()
+        if failures[first].exit_code == UsageError.exit_code:
+            return UsageError(failures[first].cause, failures[first].trace)
         lines = [f"rank {first} was at {standing}", failures[first].trace.rstrip()]
         lines += [f"followed by rank {i}, {self._ranks[i].mark.read()}: {failures[i].cause}" for i in order[1:]]
         return RankFailed(first, standing.step, failures[first].cause, "\n".join(filter(None, lines)))

@@ -6,6 +6,7 @@ It decides nothing: which ranks form a group is the layout's arithmetic.
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from plait.parallel.collectives import Group
 from plait.spec.layout import AXIS_OF, Coordinates, Layout
 
 TIMEOUT = timedelta(minutes=10)
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # what moves the tensors of a device
 
 
 class Mesh:
@@ -26,6 +28,7 @@ class Mesh:
         self.layout = layout
         self.device = torch.device(device)
         self._groups: dict[str, Group] = {}
+        self.group("world")
 
     @property
     def at(self) -> Coordinates:
@@ -45,13 +48,16 @@ class Mesh:
 
     def _make(self, name: str, key: str) -> Group:
         ranks = self.layout.group(name, self.rank)
-        if len(ranks) == self.layout.world and name == "world":
-            whole = dist.group.WORLD if dist.is_initialized() else None
-            return Group(name, ranks, self.rank, whole)
-        if self.layout.size(name) == 1:
-            return Group(name, ranks, ranks.index(self.rank))
         # A rank that stands between first and last stage shares no tied tensor: it makes a group of its own, so that
         # all ranks have made equally many groups (torch derives the group's name from that number).
         ranks = ranks if self.rank in ranks else (self.rank,)
-        made = dist.new_group(list(ranks), timeout=TIMEOUT, use_local_synchronization=True, group_desc=key)
-        return Group(name, ranks, ranks.index(self.rank), made if len(ranks) > 1 else None)
+        made = self._process_group(name, ranks, key)
+        backend = BACKENDS[self.device.type]
+        return Group(name, ranks, ranks.index(self.rank), made if len(ranks) > 1 else None, self.device.type, backend)
+
+    def _process_group(self, name: str, ranks: tuple[int, ...], key: str) -> Any:
+        if self.layout.size(name) == 1:
+            return None
+        if name == "world":
+            return dist.group.WORLD
+        return dist.new_group(list(ranks), timeout=TIMEOUT, use_local_synchronization=True, group_desc=key)

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from plait.spec.errors import PlaitError
+
 # What a rank says when another one has left: gloo and the stores raise plain RuntimeErrors, so the text must tell.
 _LOST_PEER = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket (closed|timeout)|failed to (send|recv)|timed out waiting"
@@ -43,16 +45,22 @@ class Success:
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended one rank; `moment` in monotonic seconds, which all processes of a machine share."""
+    """What ended one rank; `moment` in monotonic seconds, which all processes of a machine share.
+
+    An error of plait's own keeps its exit code, and its hint stands where others have a traceback.
+    """
 
     origin: Origin
     moment: float
     cause: str
     trace: str
+    exit_code: int = 1
 
 
 def failure_of(error: BaseException) -> Failure:
     """The failure of a rank that raised."""
+    if isinstance(error, PlaitError):
+        return Failure(Origin.RAISED, time.monotonic(), error.message, error.hint, error.exit_code)
     origin = Origin.LOST_PEER if lost_peer(error) else Origin.RAISED
     return Failure(origin, time.monotonic(), cause_of(error), "".join(traceback.format_exception(error)))
 

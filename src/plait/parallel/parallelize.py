@@ -15,8 +15,8 @@ from torch import nn
 from plait.models.decoder import Decoder, PassThrough
 from plait.models.init import draw
 from plait.parallel.mesh import Mesh
-from plait.parallel.stage import DecoderStage
-from plait.parallel.tensor import Tensors, split_tensors
+from plait.parallel.stage import DecoderStage, Signature
+from plait.parallel.tensor import Sharding, split_tensors
 from plait.parallel.weights import Held, Weights, materialise
 from plait.placement import Placement, StageMap, place, stage_map
 from plait.placement.cuts import Rectangle
@@ -38,12 +38,12 @@ class Parallel:
 
 
 def parallelize(model: Decoder, mesh: Mesh, run: RunSpec, weights: Weights | None = None) -> Parallel:
-    """This rank's part of `model` (on meta). `weights` gives first values; by default they follow from the seed."""
+    """This rank's part of `model`, which is on meta and used up. `weights` gives first values, by default by seed."""
     weights = weights or (lambda tensor, rectangle: draw(tensor, run.model, run.train.seed, rectangle))
     stages = stage_map(run.model, mesh.layout, run.schedule.chunks)
     placements = place(run.model, mesh.layout, run.zero, stages)
     split = mesh.layout.sequence_parallel
-    known = Tensors(mesh.group("tp"), split, run.model.head_dim, _rectangles(placements, mesh))
+    known = Sharding(mesh.group("tp"), split, run.model.head_dim, _rectangles(placements, mesh))
 
     held: list[Held] = []
     mine: dict[int, DecoderStage] = {}
@@ -51,7 +51,7 @@ def parallelize(model: Decoder, mesh: Mesh, run: RunSpec, weights: Weights | Non
         part = _cut(model, stages, index)
         held += materialise(part, index, placements, mesh, weights, DTYPES[run.precision.compute])
         split_tensors(part, known)
-        mine[index] = DecoderStage(index, part, first=index == 0, last=index == stages.last)
+        mine[index] = DecoderStage(index, part, index == 0, index == stages.last, _boundary(run, mesh))
     return Parallel(mine, held, placements)
 
 
@@ -65,6 +65,12 @@ def _cut(model: Decoder, stages: StageMap, index: int) -> Decoder:
     if index < stages.last:
         part.head = PassThrough("head")
     return part
+
+
+def _boundary(run: RunSpec, mesh: Mesh) -> Signature:
+    """What travels between two stages: one tensor (B, T, d), or (B, T/tp, d) where tokens are split."""
+    parts = mesh.layout.tp if mesh.layout.sequence_parallel else 1
+    return (((run.batch.micro_size, run.batch.sequence // parts, run.model.hidden), DTYPES[run.precision.compute]),)
 
 
 def _rectangles(placements: Mapping[str, Placement], mesh: Mesh) -> dict[str, tuple[Rectangle, ...]]:

@@ -5,12 +5,13 @@
 | the list of blocks | a message per boundary    | a message back of the     | Decoder.blocks, both ends |
 |                    | and micro-batch           | same size                 |                           |
 
-Receives are posted where the schedule says (before they are needed), sends never block; activations and gradients
-travel on communicators of their own. It knows nothing of what a stage computes.
+Receives are posted where the schedule says (before they are needed), sends do not block, and each direction between
+ranks has a communicator of its own. It knows nothing of what a stage computes.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Protocol
@@ -23,6 +24,8 @@ from plait.parallel.mesh import Mesh
 from plait.parallel.stage import Signature, Stage, Tensors
 from plait.schedule import Action, Kind, Message, Schedule, Span
 from plait.spec.errors import PlaitError
+
+SENDS_IN_FLIGHT = 2  # per pipeline rank: more than 1F1B ever has on their way
 
 
 class Reducer(Protocol):
@@ -39,10 +42,7 @@ class Pipeline:
     def __init__(self, stages: Mapping[int, Stage], mesh: Mesh, reducer: Reducer | None = None) -> None:
         self.stages, self.reducer = stages, reducer
         self.rank, self.device = mesh.at.pp, mesh.device
-        self.channels: dict[str, Group] = {
-            "activation": mesh.group("pp", "activation"),
-            "gradient": mesh.group("pp", "gradient"),
-        }
+        self.up, self.down = mesh.group("pp", "up"), mesh.group("pp", "down")
         self._handlers: dict[Kind, Callable[[Schedule, Action], None]] = {
             Kind.F: self._forward,
             Kind.BW: self._backward,
@@ -52,7 +52,7 @@ class Pipeline:
         }
         self._arrived: dict[Message, Tensors | list[Transfer]] = {}
         self._leaving: dict[Message, Tensors] = {}
-        self._in_flight: list[Transfer] = []
+        self._in_flight: deque[Transfer] = deque()
         self._last: dict[int, Action] = {}  # stage -> its last gradient of the step
         self._spans: list[Span] = []
 
@@ -63,9 +63,7 @@ class Pipeline:
         self._last = {part.stage: part for action in program for part in action.parts if part.kind is not Kind.F}
         for action in program:
             self._handlers[action.kind](schedule, action)
-        for transfer in self._in_flight:
-            transfer.wait()
-        self._in_flight.clear()
+        self._settle(at_most=0)
         assert not self._arrived and not self._leaving, "a step must consume every message"
         return self._spans
 
@@ -91,17 +89,29 @@ class Pipeline:
 
     def _receive(self, schedule: Schedule, action: Action) -> None:
         message, stage = _message(action), self.stages[action.stage]
-        group = self.channels[message.what]
-        source = schedule.owner[message.source]
+        source, _ = schedule.channel(message)
         signature = stage.inputs if message.what == "activation" else stage.outputs
         empty = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in signature]
-        self._arrived[message] = [comm.receive(x, group, source) for x in empty]
+        self._arrived[message] = [comm.receive(x, self._group(schedule, message), source) for x in empty]
 
     def _send(self, schedule: Schedule, action: Action) -> None:
         message = _message(action)
-        group, target = self.channels[message.what], schedule.owner[message.target]
-        self._in_flight = [transfer for transfer in self._in_flight if not transfer.done]
+        group, target = self._group(schedule, message), schedule.owner[message.target]
         self._in_flight += [comm.send(x, group, target) for x in self._leaving.pop(message)]
+        self._settle(at_most=SENDS_IN_FLIGHT * schedule.ranks)
+
+    def _settle(self, at_most: int) -> None:
+        """Wait for the oldest sends, so that what was sent can be freed.
+
+        gloo cannot say whether a send is done. To wait is safe: a checked schedule ends even where every send blocks.
+        """
+        while len(self._in_flight) > at_most:
+            self._in_flight.popleft().wait()
+
+    def _group(self, schedule: Schedule, message: Message) -> Group:
+        """One communicator per direction between ranks: the order of messages is checked for each of them."""
+        source, target = schedule.channel(message)
+        return self.up if target > source else self.down
 
     def _take(self, schedule: Schedule, action: Action) -> Tensors:
         tensors: Tensors = ()

@@ -6,7 +6,7 @@ loss terms stay here as sums, each with the denominator by which its gradient is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from plait.models.decoder import Decoder, add_terms
 from plait.models.where import Where
+from plait.parallel import collectives as comm
+from plait.parallel.collectives import Group
 
 Tensors = tuple[Tensor, ...]
-Denominators = Callable[[], Mapping[str, Tensor]]  # term -> what divides its gradient, asked late
 # Shape and dtype of each tensor between two stages.
 Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
@@ -27,6 +28,22 @@ class Micro(NamedTuple):
     tokens: Tensor
     labels: Tensor
     where: Where
+
+
+class Denominators:
+    """What divides the gradient of each loss term: counts of the whole global batch, summed while forward begins."""
+
+    def __init__(self, counts: Mapping[str, Tensor], group: Group) -> None:
+        self._group = group
+        self._pending = {name: comm.start_all_reduce(count, group) for name, count in counts.items()}
+        self._known: Mapping[str, Tensor] | None = None
+
+    def wait(self) -> Mapping[str, Tensor]:
+        """Term -> its denominator, at least 1."""
+        if self._known is None:
+            sums = {name: comm.finish_all_reduce(count, self._group) for name, count in self._pending.items()}
+            self._known = {name: total.clamp(min=1) for name, total in sums.items()}
+        return self._known
 
 
 class Stage(Protocol):
@@ -43,20 +60,18 @@ class Stage(Protocol):
 class DecoderStage:
     """Some consecutive blocks of a decoder, with the ends that belong to them."""
 
-    def __init__(self, index: int, module: Decoder, first: bool, last: bool) -> None:
+    def __init__(self, index: int, module: Decoder, first: bool, last: bool, boundary: Signature = ()) -> None:
         self.index, self.module, self.first, self.last = index, module, first, last
-        self.inputs: Signature = ()
-        self.outputs: Signature = ()
+        self.inputs = () if first else boundary
+        self.outputs = () if last else boundary
         self.totals: dict[str, Tensor] = {}
         self._micros: Sequence[Micro] = ()
         self._denominators: Denominators | None = None
         self._live: dict[int, tuple[Tensors, Tensors, Tensors]] = {}
 
-    def begin(self, micros: Sequence[Micro], denominators: Denominators | None, boundary: Signature) -> None:
-        """Take a step's micro-batches; `boundary` is what travels between stages. Without denominators: evaluation."""
+    def begin(self, micros: Sequence[Micro], denominators: Denominators | None) -> None:
+        """Take a step's micro-batches. Without denominators nothing is differentiated: an evaluation."""
         self._micros, self._denominators = micros, denominators
-        self.inputs = () if self.first else boundary
-        self.outputs = () if self.last else boundary
         self.totals = {}
         self._live.clear()
         self.module.train(denominators is not None)
@@ -78,7 +93,7 @@ class DecoderStage:
         if not losses:
             return outputs, ()
         assert self._denominators is not None
-        divide_by = self._denominators()
+        divide_by = self._denominators.wait()
         return (*outputs, *losses.values()), tuple(1 / divide_by[name].to(v.dtype) for name, v in losses.items())
 
     def backward(self, micro: int, gradients: Tensors) -> Tensors:

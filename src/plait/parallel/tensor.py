@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.models.layers import Linear, TokenEmbedding
+from plait.models.loss import IGNORED
 from plait.models.where import Where
 from plait.parallel import collectives as comm
 from plait.parallel.collectives import Group
@@ -130,7 +131,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         highest = comm.all_reduce(logits.amax(-1), group, "max")
         shifted = logits - highest.unsqueeze(-1)
-        valid = labels >= 0
+        valid = labels != IGNORED
         local = labels - start
         here = valid & (local >= 0) & (local < logits.shape[-1])
         local = local.masked_fill(~here, 0)
@@ -165,7 +166,7 @@ class VocabularyCrossEntropy(nn.Module):
         assert logits.shape[-1] == stop - start, f"{logits.shape[-1]} logits, {stop - start} tokens are of this rank"
         labels = labels.reshape(-1)
         losses: Tensor = _VocabularyCrossEntropy.apply(logits, labels, start, self.group)  # type: ignore[no-untyped-call]
-        return losses.sum(), (labels >= 0).sum()
+        return losses.sum(), (labels != IGNORED).sum()
 
 
 class SplitTokens(nn.Module):
@@ -182,7 +183,7 @@ class SplitTokens(nn.Module):
 
 
 @dataclass(frozen=True)
-class Tensors:
+class Sharding:
     """What a style needs to know: the group, whether tokens between blocks are split, and this rank's rectangles.
 
     `rectangles` are those of the tensors stacked in a module parameter, by the parameter's path.
@@ -194,24 +195,24 @@ class Tensors:
     rectangles: Mapping[str, tuple[Rectangle, ...]]
 
 
-def _column(module: Any, path: str, known: Tensors) -> nn.Module:
+def _column(module: Any, path: str, known: Sharding) -> nn.Module:
     rows = tuple(stop - start for (start, stop), _ in known.rectangles[f"{path}.weight"])
     return ColumnLinear(module, rows if hasattr(module, "outs") else None, known.group, known.split)
 
 
-def _row(module: Any, path: str, known: Tensors) -> nn.Module:
+def _row(module: Any, path: str, known: Sharding) -> nn.Module:
     return RowLinear(module, known.group, known.split)
 
 
-def _vocabulary(module: Any, path: str, known: Tensors) -> nn.Module:
+def _vocabulary(module: Any, path: str, known: Sharding) -> nn.Module:
     return VocabularyEmbedding(module, known.rectangles[f"{path}.weight"][0][0][0], known.group, known.split)
 
 
-def _loss(module: nn.Module, path: str, known: Tensors) -> nn.Module:
+def _loss(module: nn.Module, path: str, known: Sharding) -> nn.Module:
     return VocabularyCrossEntropy(known.rectangles["head.projection.weight"][0][0], known.group)
 
 
-def _heads(module: Any, path: str, known: Tensors) -> nn.Module:
+def _heads(module: Any, path: str, known: Sharding) -> nn.Module:
     rows = known.rectangles[path.removesuffix("core") + "qkv.weight"][0][0]
     core = copy(module)
     core.first_head = rows[0] // known.head_dim
@@ -219,11 +220,11 @@ def _heads(module: Any, path: str, known: Tensors) -> nn.Module:
     return core
 
 
-def _between(module: nn.Module, path: str, known: Tensors) -> nn.Module:
+def _between(module: nn.Module, path: str, known: Sharding) -> nn.Module:
     return SplitTokens(module, known.group) if known.split else module
 
 
-Style = Callable[[Any, str, Tensors], nn.Module]
+Style = Callable[[Any, str, Sharding], nn.Module]
 
 # Path of a submodule, with * for a block's number -> what replaces it.
 STYLES: Mapping[str, Style] = {
@@ -242,7 +243,7 @@ STYLES: Mapping[str, Style] = {
 }
 
 
-def split_tensors(stage: nn.Module, known: Tensors) -> None:
+def split_tensors(stage: nn.Module, known: Sharding) -> None:
     """Replace the submodules of a stage by those that know their weights to be shards."""
     for path, module in list(stage.named_modules()):
         style = STYLES.get(re.sub(r"\.\d+\.", ".*.", path))

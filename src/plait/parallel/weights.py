@@ -17,6 +17,7 @@ from plait.parallel.mesh import Mesh
 from plait.placement import Placement
 from plait.placement.cuts import Rectangle, area
 from plait.placement.place import Placements, homes
+from plait.spec.errors import CopiesDiffer
 from plait.spec.model import TensorSpec
 
 Weights = Callable[[TensorSpec, Rectangle], Tensor]  # what a rectangle of a global tensor starts as
@@ -62,15 +63,22 @@ def materialise(
     return held
 
 
-def gather_whole(parts: Iterable[tuple[Placement, Tensor]], placements: Placements, mesh: Mesh) -> dict[str, Tensor]:
-    """Every global tensor, on rank 0 (the others get none), from each rank's parts. For proofs and small models.
+def gather_whole(
+    parts: Iterable[tuple[Placement, Tensor]], placements: Placements, mesh: Mesh, all_copies: bool = True
+) -> dict[str, Tensor]:
+    """Every global tensor, on rank 0 (the others get none), from each rank's parts. For models that fit on one rank.
 
-    Raises ValueError where two ranks that should hold identical copies differ.
+    With `all_copies` (proofs) every rank sends what it holds: raises CopiesDiffer where two that should be identical
+    are not. Without, only the first of each.
     """
     local = {p.tensor.name: part.detach().flatten() for p, part in parts}
-    held = [[p for p in placements.values() if p.held_by(rank)] for rank in range(mesh.layout.world)]
+    held = [
+        [p for p in placements.values() if p.held_by(rank) and (all_copies or p.first_copy(rank))]
+        for rank in range(mesh.layout.world)
+    ]
     sizes = [[area(p.rectangle(rank)) for p in mine] for rank, mine in enumerate(held)]
-    mine = torch.cat([local[p.tensor.name] for p in held[mesh.rank]])
+    nothing = next(iter(local.values()))[:0]
+    mine = torch.cat([nothing, *(local[p.tensor.name] for p in held[mesh.rank])])
     flats = comm.gather_to_first(mine, [sum(s) for s in sizes], mesh.group("world"))
 
     pieces: dict[str, dict[int, Tensor]] = {name: {} for name in placements}
@@ -88,9 +96,9 @@ def _assemble(placement: Placement, pieces: Mapping[int, Tensor]) -> Tensor:
         rectangle = placement.rectangle(rank)
         if rectangle in seen:
             other, same = seen[rectangle]
-            if not torch.equal(same, piece):
+            if not torch.allclose(same, piece, rtol=0, atol=0, equal_nan=True):
                 gap = (same - piece).abs().max().item()
-                raise ValueError(f"{placement.tensor.name}: copies on ranks {other} and {rank} differ by {gap:.3g}")
+                raise CopiesDiffer(f"{placement.tensor.name}: copies on ranks {other} and {rank} differ by {gap:.3g}")
         else:
             seen[rectangle] = rank, piece
             whole[tuple(slice(*edge) for edge in rectangle)] = piece

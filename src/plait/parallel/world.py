@@ -1,6 +1,6 @@
 """The process's place in the job: its rank, its device, the mark it leaves of its progress, and how it joins.
 
-Nothing is split here and no module is replaced: `World` is what the mesh is made from. Under torchrun the job is there
+Nothing is split here and no module is replaced: the mesh asks torch for the same. Under torchrun the job is there
 already and `run_here` joins it; on one machine `plait.parallel.launch` forks it.
 """
 
@@ -135,6 +135,6 @@ def run_here(world: World, target: Callable[[World, *Ts], T], *args: *Ts) -> T:
         sys.stdout.flush()
         told = f"{note}rank {world.rank}, {world.mark.read()}: {failure.cause}\n{failure.trace}"
         print(told, file=sys.stderr, flush=True)
-        os._exit(1)
+        os._exit(failure.exit_code)
     dist.destroy_process_group()
     return result

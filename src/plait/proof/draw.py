@@ -78,7 +78,7 @@ def _draw(dice: random.Random, every_axis: bool) -> RunSpec:
 
 def _layout(dice: random.Random, every_axis: bool) -> LayoutSpec:
     while True:
-        tp, pp, dp = dice.choice((1, 2, 2, 4)), dice.choice((1, 2, 2, 3, 4)), dice.choice((1, 2, 2, 3, 4))
+        tp, pp, dp = dice.choice((1, 2, 2, 3, 4)), dice.choice((1, 2, 2, 3, 4)), dice.choice((1, 2, 2, 3, 4))
         if tp * pp * dp <= MOST_RANKS and (min(tp, pp, dp) > 1 or not every_axis):
             break
     order = dice.choice((ORDERS[0], *ORDERS))
@@ -89,13 +89,13 @@ def _model(dice: random.Random, layout: LayoutSpec, sequence: int) -> ModelSpec:
     def chance(share: float) -> bool:
         return dice.random() < share
 
-    kv_heads = dice.choice((1, 1, 2, 4))
+    kv_heads = dice.choice((1, 1, 2, 3, 4) if layout.tp != 3 else (1, 1, 3))
     positions: Any = dice.choice(("rotary", "rotary", "learned"))
     return ModelSpec(
         vocab=dice.choice((29, 32, 61)),
         hidden=dice.choice((12, 20, 24)),
         layers=max(layout.pp, dice.choice((2, 3, 4, 5))),
-        heads=kv_heads * dice.choice((1, 2, 4)),
+        heads=kv_heads * dice.choice((1, 2, 4) if layout.tp != 3 else (1, 3, 6)),
         kv_heads=kv_heads,
         head_dim=dice.choice((2, 4, 6)),
         ffn=dice.choice((16, 21, 30)),

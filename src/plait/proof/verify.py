@@ -34,15 +34,18 @@ def verify(run: RunSpec, dtype: str = "float64", full: bool = False) -> Verdict 
     Ranks are forked on this machine, on its CPU unless the run asks for CUDA; under torchrun this process is one of
     them, and all but rank 0 get None. Raises InvalidRun for a run that cannot be, RankFailed where a rank fails.
     """
-    fit(proof_run(run, dtype))  # the whole run must be legal, not only its small likeness
-    run = proof_run(run if full else shrink(run), dtype)
     world = joined_world(_device(run))
+    layout = fit(
+        proof_run(run, dtype), world.size if world else None
+    )  # the whole run must be legal, not only a likeness
+    run = run.model_copy(update={"layout": run.layout.model_copy(update={"dp": layout.dp})})
+    run = proof_run(run if full else shrink(run), dtype)
     if world is not None:
         return run_here(world, _on_rank, run, samples_of(run), None)
-    return check(run, samples_of(run))
+    return check(run, samples_of(run), timeout_s=None if full else 120)
 
 
-def check(run: RunSpec, samples: Samples, plant: Plant | None = None, timeout_s: float = 120) -> Verdict:
+def check(run: RunSpec, samples: Samples, plant: Plant | None = None, timeout_s: float | None = 120) -> Verdict:
     """The comparison of a run that is ready for proof (see `proof_run`), on forked ranks."""
     world, device = fit(run).world, _device(run)
     verdicts = launch(world, _on_rank, run, samples, plant, device=device, threads=1, timeout_s=timeout_s)
@@ -73,6 +76,7 @@ def _on_rank(world: World, run: RunSpec, samples: Samples, plant: Plant | None) 
     split = _split(world, run, mesh, samples)
     if world.rank > 0:
         return None
+    world.progress(STEPS, "reference")
     one = reference(run, samples, STEPS, world.device)
     return compare(run, layout.model_dump(), one, split)
 

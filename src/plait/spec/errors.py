@@ -63,16 +63,24 @@ class DataError(UsageError):
 
 
 class RankFailed(PlaitError):
-    """A local job ended since one rank failed: `rank`, `step` and `cause` of the first to fail, then the followers."""
+    """A local job ended because one rank failed: `rank`, `step` and `cause` of the first to fail.
+
+    `details` are lines for whoever looks for the reason: where it stood, its traceback, and who followed.
+    """
 
     def __init__(self, rank: int, step: int | None, cause: str, details: str = "") -> None:
         where = f"rank {rank}" + (f", step {step}" if step is not None else "")
         super().__init__(f"{where}: {cause}", details)
         self.rank, self.step, self.cause, self.details = rank, step, cause, details
+        self.hint = ""
 
 
 class TrainingStopped(PlaitError):
     """Training met a state it must not go on from (a loss or gradient that is not finite); all ranks stop together."""
+
+
+class CopiesDiffer(PlaitError):
+    """Two ranks that should hold identical copies of a tensor do not."""
 
 
 class MissingExtra(UsageError):

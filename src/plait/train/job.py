@@ -63,16 +63,22 @@ def _opening(training: Training) -> list[str]:
         f"model: {run.model.family}, {format_count(run.model.parameter_count())} parameters",
         f"layout: {layout.world} ranks = {axes}{', sequence parallel' if layout.sequence_parallel else ''}; "
         f"schedule {run.schedule.name}, {micro_batches} micro-batches of {run.batch.micro_size} × {run.batch.sequence}",
-        f"precision: compute {precision.compute}, gradients accumulated in {precision.grad_accumulate} "
-        f"and reduced in {precision.grad_reduce}",
+        f"precision: compute {precision.compute}, gradients accumulated in {_wider(run, precision.grad_accumulate)} "
+        f"and reduced in {_wider(run, precision.grad_reduce)}",
         data.summary,
         *data.notices,
         *([repetition] if repetition else []),
     ]
 
 
+def _wider(run: RunSpec, asked: str) -> str:
+    """The dtype that is meant: never narrower than what is computed in."""
+    meant = torch.promote_types(DTYPES[run.precision.compute], DTYPES[asked])
+    return str(meant).removeprefix("torch.")
+
+
 def _record_spans(training: Training, folder: Path | None) -> None:
-    """spans.jsonl: the last step's actions of every rank, seconds on each rank's own clock."""
+    """spans.jsonl: the last step's actions of every rank; one clock on one machine, each node its own beyond."""
     mesh = training.mesh
     mine = [
         {"kind": s.action.kind, "stage": s.action.stage, "micro": s.action.micro, "start": s.start, "end": s.end}
@@ -113,7 +119,7 @@ def _sample(training: Training) -> str | None:
     """Some text from the trained weights, gathered on rank 0 into a model of one device."""
     run, mesh, data = training.run, training.mesh, training.data
     parts = [part for held in training.parallel.held for part in held.parts(held.parameter)]
-    whole = gather_whole(parts, training.parallel.placements, mesh)
+    whole = gather_whole(parts, training.parallel.placements, mesh, all_copies=False)
     if mesh.rank > 0:
         return None
     model = Decoder(run.model, mesh.device, DTYPES[run.precision.compute])

@@ -61,9 +61,14 @@ def steps(run: RunSpec) -> Iterator[Metrics]:
     """Train, one `Metrics` per optimizer step: the whole run in this process, or one rank of torchrun's job."""
     device = device_kind(run.train.device)
     world = joined_world(device)
-    if world is not None and not dist.is_initialized():
+    joins = world is not None and not dist.is_initialized()
+    if world is not None and joins:
         world.join()
-    yield from train_steps(prepare(run, world or World(0, 1, 0, on_device(device, 0))))
+    try:
+        yield from train_steps(prepare(run, world or World(0, 1, 0, on_device(device, 0))))
+    finally:
+        if joins:
+            dist.destroy_process_group()
 
 
 def train_steps(training: Training) -> Iterator[Metrics]:
@@ -72,7 +77,7 @@ def train_steps(training: Training) -> Iterator[Metrics]:
     for number in range(1, run.train.steps + 1):
         metrics = _one_step(training, number)
         due = number == run.train.steps or (run.train.eval_every and number % run.train.eval_every == 0)
-        yield replace(metrics, eval_loss=evaluate(training)) if due else metrics
+        yield replace(metrics, eval_loss=evaluate(training, number)) if due else metrics
 
 
 def _one_step(training: Training, number: int) -> Metrics:
@@ -107,13 +112,14 @@ def _counted(training: Training) -> Iterator[None]:
     training.traffic = total(counter, training.mesh.group("world"))
 
 
-def evaluate(training: Training) -> float | None:
+def evaluate(training: Training, number: int) -> float | None:
     """Mean loss (nats/token) over the first `eval_batches` global batches held out; None where nothing is."""
     run, mesh, held_out = training.run, training.mesh, training.data.validation
     if held_out is None or run.train.eval_batches == 0:
         return None
     rows = rows_of(run.batch.global_size, mesh.at.dp, mesh.layout.dp)
-    training.world.progress(training.step.updates, "evaluate")
+    training.world.progress(number, "evaluate")
+    strike(mesh.rank, number, "evaluate")
     loss, count = 0.0, 0
     for number in range(min(run.train.eval_batches, batches_in(held_out, run.batch.global_size))):
         total_loss, labels = training.step.evaluate(batch(held_out, number, run.batch.global_size, rows))

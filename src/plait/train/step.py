@@ -7,22 +7,21 @@ is a sum. `backward` leaves raw gradients (proofs read them there), `update` cli
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from plait.data import Batch
+from plait.data import IGNORED, Batch
 from plait.models.dropout import step_key
 from plait.models.where import Where
 from plait.parallel import collectives as comm
 from plait.parallel.faults import strike
 from plait.parallel.gradients import Gradients, local_norm_squared
 from plait.parallel.mesh import Mesh
-from plait.parallel.parallelize import DTYPES, Parallel
+from plait.parallel.parallelize import Parallel
 from plait.parallel.pipeline import Pipeline
-from plait.parallel.stage import Denominators, Micro, Signature
+from plait.parallel.stage import Denominators, Micro
 from plait.schedule import Span
 from plait.schedule.of_run import schedules
 from plait.spec.errors import TrainingStopped
@@ -51,22 +50,16 @@ class Step:
         self.pipeline = Pipeline(parallel.stages, mesh, self.gradients)
         self.schedule, self.evaluation = schedules(run, mesh.layout.dp)
         self.optimizer = make_optimizer(parallel.held, run.optim)
-        mesh.group("world")
 
     def backward(self, step: int, batch: Batch) -> Sums:
         """Raw gradients of this rank's rows of the global batch, summed over every group."""
         self.gradients.zero()
-        labels = (batch.labels >= 0).sum()
-        counting = comm.start_all_reduce(labels.to(self.mesh.device), self.mesh.group("dp_cp"))
-
-        @cache
-        def denominators() -> dict[str, Tensor]:
-            return {"loss": comm.finish_all_reduce(counting, self.mesh.group("dp_cp")).clamp(min=1)}
-
+        labels = (batch.labels != IGNORED).sum().to(self.mesh.device)
+        denominators = Denominators({"loss": labels}, self.mesh.group("dp_cp"))
         self._begin(step, batch, denominators)
         strike(self.mesh.rank, step, "forward")
         self.spans = self.pipeline.run(self.schedule)
-        denominators()
+        denominators.wait()
         strike(self.mesh.rank, step, "collective")
         self.gradients.finish()
         norm_squared, loss, count = self._over_world(local_norm_squared(self.gradients))
@@ -109,7 +102,7 @@ class Step:
         rows = [batch.rows(start, start + size).to(device) for start in range(0, len(batch.samples), size)]
         micros = [Micro(r.tokens, r.labels, Where(r.samples, indices, r.positions, r.documents, key)) for r in rows]
         for stage in self.stages.values():
-            stage.begin(micros, denominators, boundary(self.run, self.mesh))
+            stage.begin(micros, denominators)
 
     def _over_world(self, norm_squared: Tensor) -> tuple[float, float, float]:
         """(norm², loss, count) of the world in one reduction, read once. The tp ranks of a stage hold the same sums."""
@@ -118,12 +111,6 @@ class Step:
         for stage in self.stages.values():
             for place, name in enumerate(("loss", "count"), start=1):
                 if name in stage.totals:
-                    shares[place] += stage.totals[name] / self.mesh.layout.tp
+                    shares[place] += stage.totals[name].double() / self.mesh.layout.tp
         norm, loss, count = comm.sum_in_place(shares, self.mesh.group("world")).wait().tolist()
         return norm, loss, count
-
-
-def boundary(run: RunSpec, mesh: Mesh) -> Signature:
-    """What travels between two stages: one tensor (B, T, d), or (B, T/tp, d) where tokens are split."""
-    parts = mesh.layout.tp if mesh.layout.sequence_parallel else 1
-    return (((run.batch.micro_size, run.batch.sequence // parts, run.model.hidden), DTYPES[run.precision.compute]),)
