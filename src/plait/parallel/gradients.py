@@ -3,13 +3,14 @@
 What is split: the batch (data and context ranks see other tokens), and whatever the placement records call partial.
 Forward: nothing. Backward: each bucket is summed over dp·cp as soon as the last micro-batch has completed it, while
 backward goes on; what is partial over tp, copies or tied stages too is summed after that, one call per group.
-Replaces no submodule: parameters' `.grad` are views of the buffers.
+Replaces no submodule: after backward, parameters' `.grad` are views of the buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +28,14 @@ SECOND_GROUPS = ("copies", "tp", "tied")  # summed after dp·cp, in this order o
 
 @dataclass
 class Bucket:
-    """Some parameters of a stage whose gradients are one flat tensor, in the order in which backward completes them."""
+    """Some parameters of a stage whose gradients are one flat tensor, in the order in which backward completes them.
+
+    `views[i]` is the part of `parameters[i]`, in its shape.
+    """
 
     parameters: list[nn.Parameter]
     flat: Tensor
+    views: list[Tensor]
     waiting: int = 0
     transfer: Transfer | None = None
 
@@ -46,15 +51,16 @@ class Gradients:
         self._next: dict[int, int] = {}  # armed stage -> its next bucket to send
         for stage, buckets in self.buckets.items():
             for bucket in buckets:
-                for parameter in bucket.parameters:
-                    parameter.register_post_accumulate_grad_hook(lambda _, s=stage, b=bucket: self._ready(s, b))
+                for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                    parameter.register_post_accumulate_grad_hook(partial(self._accumulated, stage, bucket, view))
         self._views = [part for h in held for part in h.parts(h.gradient)]
 
     def zero(self) -> None:
-        """Start a step; nothing is sent before `arm`."""
+        """Start a step: no parameter has a gradient, and nothing is sent before `arm`."""
         self._next.clear()
         for bucket in self._all():
-            bucket.flat.zero_()
+            for parameter in bucket.parameters:
+                parameter.grad = None
 
     def arm(self, stage: int) -> None:
         """The next backward of this stage is its last: from now on, complete buckets are sent."""
@@ -66,6 +72,9 @@ class Gradients:
         """Send what is left: a parameter that no micro-batch used has gradient zero, on every rank alike."""
         for bucket in self.buckets[stage]:
             bucket.waiting = 0
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = view.zero_()
         self._send_complete(stage)
 
     def finish(self) -> None:
@@ -90,7 +99,11 @@ class Gradients:
         for stage in sorted(self.buckets):
             yield from self.buckets[stage]
 
-    def _ready(self, stage: int, bucket: Bucket) -> None:
+    def _accumulated(self, stage: int, bucket: Bucket, view: Tensor, parameter: nn.Parameter) -> None:
+        # The first gradient of a step is a tensor of autograd's own: one copy, where zeroing and adding are two passes.
+        # The following ones are added in place.
+        if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
+            parameter.grad = view.copy_(parameter.grad)
         if stage in self._next:
             bucket.waiting -= 1
             self._send_complete(stage)
@@ -118,9 +131,10 @@ def _bucket(parameters: list[nn.Parameter]) -> Bucket:
     first = parameters[0]
     flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
     parts = flat.split([p.numel() for p in parameters])
-    for parameter, part in zip(parameters, parts, strict=True):
-        parameter.grad = part.view_as(parameter)
-    return Bucket(parameters, flat)
+    views = [part.view_as(parameter) for parameter, part in zip(parameters, parts, strict=True)]
+    for parameter, view in zip(parameters, views, strict=True):
+        parameter.grad = view
+    return Bucket(parameters, flat, views)
 
 
 def _sum_together(views: list[Tensor], group: Group) -> None:

@@ -244,7 +244,12 @@ STYLES: Mapping[str, Style] = {
 
 
 def split_tensors(stage: nn.Module, known: Sharding) -> None:
-    """Replace the submodules of a stage by those that know their weights to be shards."""
+    """Replace the submodules of a stage by those that know their weights to be shards.
+
+    In a group of one the model's own modules are those already, and cost less on a CPU (docs/log.md).
+    """
+    if known.group.size == 1:
+        return
     for path, module in list(stage.named_modules()):
         style = STYLES.get(re.sub(r"\.\d+\.", ".*.", path))
         if style is not None:
