@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from plait.parallel.faults import POINTS
 from tests.cli.commands import Ended, fresh, plait
 
 TINY = (
@@ -85,7 +86,7 @@ def test_a_directory_that_holds_a_run_is_not_written_over(tmp_path: Path) -> Non
 
 def failed(kind: str, layout: str, at: str, run: Any, folder: Path) -> None:
     """One try: rank 1 fails in step 3; then the same job starts again at once."""
-    words = ("train", *TINY, *LAYOUTS[layout], "--json")
+    words = ("train", *TINY, *LAYOUTS[layout], "train.eval_every=3", "--json")
     fault = f"rank=1,step=3,at={at},kind={kind}"
     ended = run(*words, f"train.run_dir={folder / 'first'}", PLAIT_FAULT=fault)
     assert ended.code == 1, ended
@@ -103,7 +104,7 @@ def test_a_rank_that_fails_ends_the_job_and_is_named_with_step_and_cause(
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("at", ["data", "forward", "collective", "update"])
+@pytest.mark.parametrize("at", POINTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", CAUSES)
 def test_wherever_a_rank_fails_the_first_line_names_it(kind: str, layout: str, at: str, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_large_run_is_shrunk_to_what_its_layout_needs_and_says_so() -> None:
     assert verdict.ok, verdict.complaint
     shrunk = verdict.run["model"]
     assert (shrunk["layers"], shrunk["vocab"], shrunk["heads"] // shrunk["kv_heads"]) == (2, 61, 8)
-    assert verdict.run["layout"] == run.layout.model_dump(exclude_none=True)
+    assert verdict.run["layout"] == run.layout.model_dump(exclude_none=True) | {"dp": 1}
 
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "qwen3-tiny", "mistral-tiny"])

@@ -96,7 +96,7 @@ def test_two_evaluations_in_a_row_are_equal_and_drop_nothing() -> None:
         without = prepare(a_run(2, T0, pp=2), world)
         for mine, other in zip(without.parallel.held, with_dropout.parallel.held, strict=True):
             mine.parameter.data.copy_(other.parameter.data)
-        return evaluate(with_dropout), evaluate(with_dropout), evaluate(without)
+        return evaluate(with_dropout, 2), evaluate(with_dropout, 2), evaluate(without, 2)
 
     first, second, undropped = launch(2, evaluations, threads=1, timeout_s=60)[0]
     assert first is not None and first == second == undropped
