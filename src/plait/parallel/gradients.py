@@ -44,23 +44,23 @@ class Gradients:
     """The gradients of all stages of this rank."""
 
     def __init__(self, held: list[Held], placements: Placements, mesh: Mesh) -> None:
+        self.held = held
         self.group = mesh.group("dp_cp")
         asked = {name for placement in placements.values() for name in placement.partial}
         self.second = {name: mesh.group(name) for name in SECOND_GROUPS if name in asked}
-        self.buckets: dict[int, list[Bucket]] = {stage: _buckets(held, stage) for stage in {h.stage for h in held}}
+        sent = held if self.group.size > 1 else []  # what nobody else adds to stays where autograd puts it
+        self.buckets = {stage: _buckets(sent, stage) for stage in sorted({h.stage for h in held})}
         self._next: dict[int, int] = {}  # armed stage -> its next bucket to send
         for stage, buckets in self.buckets.items():
             for bucket in buckets:
                 for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                     parameter.register_post_accumulate_grad_hook(partial(self._accumulated, stage, bucket, view))
-        self._views = [part for h in held for part in h.parts(h.gradient)]
 
     def zero(self) -> None:
         """Start a step: no parameter has a gradient, and nothing is sent before `arm`."""
         self._next.clear()
-        for bucket in self._all():
-            for parameter in bucket.parameters:
-                parameter.grad = None
+        for h in self.held:
+            h.parameter.grad = None
 
     def arm(self, stage: int) -> None:
         """The next backward of this stage is its last: from now on, complete buckets are sent."""
@@ -75,6 +75,9 @@ class Gradients:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 if parameter.grad is None:
                     parameter.grad = view.zero_()
+        for h in self.held:
+            if h.stage == stage and h.parameter.grad is None:
+                h.parameter.grad = torch.zeros_like(h.parameter)
         self._send_complete(stage)
 
     def finish(self) -> None:
@@ -88,16 +91,15 @@ class Gradients:
 
     def scale(self, factor: float) -> None:
         """Multiply every gradient (clipping)."""
-        for bucket in self._all():
-            bucket.flat.mul_(factor)
+        torch._foreach_mul_([h.gradient for h in self.held], factor)
 
     def views(self) -> list[tuple[Placement, Tensor]]:
         """Each tensor's placement with this rank's gradient of it, in listing order."""
-        return self._views
+        return [part for h in self.held for part in h.parts(h.gradient)]
 
     def _all(self) -> Iterator[Bucket]:
-        for stage in sorted(self.buckets):
-            yield from self.buckets[stage]
+        for buckets in self.buckets.values():
+            yield from buckets
 
     def _accumulated(self, stage: int, bucket: Bucket, view: Tensor, parameter: nn.Parameter) -> None:
         # The first gradient of a step is a tensor of autograd's own: one copy, where zeroing and adding are two passes.
@@ -131,10 +133,7 @@ def _bucket(parameters: list[nn.Parameter]) -> Bucket:
     first = parameters[0]
     flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
     parts = flat.split([p.numel() for p in parameters])
-    views = [part.view_as(parameter) for parameter, part in zip(parameters, parts, strict=True)]
-    for parameter, view in zip(parameters, views, strict=True):
-        parameter.grad = view
-    return Bucket(parameters, flat, views)
+    return Bucket(parameters, flat, [part.view_as(p) for p, part in zip(parameters, parts, strict=True)])
 
 
 def _sum_together(views: list[Tensor], group: Group) -> None:
