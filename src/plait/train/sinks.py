@@ -44,7 +44,7 @@ class Progress:
             f"{format_count(metrics.tokens_per_second)} tokens/s",
             *([] if metrics.mfu is None else [f"MFU {metrics.mfu:.1%}"]),
             f"{format_bytes(memory)} a rank",
-            f"{format_seconds(left)} left",
+            *([f"{format_seconds(left)} left"] if left else []),
             *([] if metrics.eval_loss is None else [f"validation loss {metrics.eval_loss:.4f}"]),
         ]
         print("  ".join(parts), file=sys.stderr, flush=True)
