@@ -25,7 +25,7 @@ help:
 	@echo "make clean   remove .venv and caches"
 
 demo: $(STAMP)
-	$(BIN)/plait train layout.tp=2 layout.pp=2 layout.dp=2 train.sample=240
+	$(BIN)/plait train layout.tp=2 layout.pp=2 layout.dp=2 batch.micro_size=8 train.sample=240
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

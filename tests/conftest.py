@@ -15,6 +15,13 @@ with contextlib.suppress(ImportError):  # the tests of the torch-free packages r
 
     torch.set_num_threads(1)  # forked ranks start from one warm, single-threaded process
 
+with contextlib.suppress(
+    ImportError
+):  # transformers shows progress with it, and its thread would stand in a fork's way
+    import tqdm
+
+    tqdm.tqdm.monitor_interval = 0
+
 PROOF_TIMEOUT = 1800  # seconds
 
 

@@ -116,7 +116,7 @@ def test_b99_all_that_is_wrong_is_listed_together_with_both_numbers_and_the_near
         ({"model": {"positions": "learned"}}, "batch.sequence", ("128", "16"), "≤ 16"),
         ({"schedule": {"name": "1f1b1"}}, "schedule.name", ("1f1b1",), "did you mean 1f1b?"),
         ({"schedule": {"name": "zigzag"}}, "schedule.name", ("zigzag",), "gpipe"),
-        ({"optim": {"warmup": 300}}, "optim.warmup", ("300", "1"), "≤ 299"),
+        ({"optim": {"warmup": 300}}, "optim.warmup", ("300", "1"), "≤ 199"),
         ({"optim": {"warmup": 6, "schedule": "constant"}, "train": {"steps": 5}}, "optim.warmup", ("6", "5"), "≤ 5"),
         (
             {"optim": {"warmup": 5, "decay": 6, "schedule": "wsd"}, "train": {"steps": 10}},

@@ -83,6 +83,10 @@ class World:
         """Say where this rank stands (under a microsecond); a failure is reported with the last word said here."""
         self.mark.set(step, phase)
 
+    def leave(self) -> None:
+        """Leave the default process group, in order: every rank calls it."""
+        dist.destroy_process_group()
+
     def join(self, store: Store | None = None) -> None:
         """Enter the default process group, over `store` or over what torchrun left in the environment."""
         if self.device.type == "cuda":
@@ -136,5 +140,5 @@ def run_here(world: World, target: Callable[[World, *Ts], T], *args: *Ts) -> T:
         told = f"{note}rank {world.rank}, {world.mark.read()}: {failure.cause}\n{failure.trace}"
         print(told, file=sys.stderr, flush=True)
         os._exit(failure.exit_code)
-    dist.destroy_process_group()
+    world.leave()
     return result

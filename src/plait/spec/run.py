@@ -47,7 +47,7 @@ class BatchSpec(Spec):
     """[batch]: sequences per step, sequences per micro-batch, tokens per sequence."""
 
     global_size: int = Field(32, ge=1)
-    micro_size: int = Field(8, ge=1)
+    micro_size: int = Field(4, ge=1)
     sequence: int = Field(128, ge=1)
 
 

@@ -67,8 +67,8 @@ def steps(run: RunSpec) -> Iterator[Metrics]:
     try:
         yield from train_steps(prepare(run, world or World(0, 1, 0, on_device(device, 0))))
     finally:
-        if joins:
-            dist.destroy_process_group()
+        if world is not None and joins:
+            world.leave()
 
 
 def train_steps(training: Training) -> Iterator[Metrics]:
