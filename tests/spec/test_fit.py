@@ -123,7 +123,7 @@ def test_b99_all_that_is_wrong_is_listed_together_with_both_numbers_and_the_near
             *("optim.warmup", ("5", "6", "10"), "≤ 4"),
         ),
         ({"optim": {"decay": 11, "schedule": "wsd"}, "train": {"steps": 10}}, "optim.decay", ("11", "10"), "≤ 10"),
-        ({"optim": {"schedule": "wsd"}}, "optim.decay", ("0", "1"), "30"),
+        ({"optim": {"schedule": "wsd"}}, "optim.decay", ("0", "1"), "20"),
         ({"optim": {"decay": 5}}, "optim.decay", ("5", "cosine"), "wsd"),
         ({"optim": {"momentum": 0.9}}, "optim.momentum", ("0.9", "adamw"), "sgd"),
         ({"data": {"source": "text"}}, "data.files", ("0", "1"), "name the files"),
