@@ -15,13 +15,7 @@ with contextlib.suppress(ImportError):  # the tests of the torch-free packages r
 
     torch.set_num_threads(1)  # forked ranks start from one warm, single-threaded process
 
-with contextlib.suppress(
-    ImportError
-):  # transformers shows progress with it, and its thread would stand in a fork's way
-    import tqdm
-
-    tqdm.tqdm.monitor_interval = 0
-
+FORKING = ("parallel", "train", "proof", "benchmarks")  # folders of tests that fork ranks
 PROOF_TIMEOUT = 1800  # seconds
 
 
@@ -31,6 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Ranks are forked from a process without other threads; tokenizers, pyarrow and progress bars start some for good.
+    items.sort(key=lambda item: item.path.parent.name not in FORKING)
     for item in items:
         if item.get_closest_marker("proof") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(PROOF_TIMEOUT))

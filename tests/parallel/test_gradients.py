@@ -161,6 +161,26 @@ def test_replicas_are_bitwise_equal_after_updates_with_uneven_labels() -> None:
     assert sum(weight.numel() for weight in first) == T0.parameter_count()
 
 
+def test_copies_over_tp_stay_bitwise_equal_beside_shards_of_unequal_size() -> None:
+    """The order in which a ring adds up an element depends on the size of the whole, which differs between shards."""
+
+    def run(rank: int, world: int) -> Tensor:
+        mesh = Mesh(Layout(tp=2, dp=4))
+        generator = torch.Generator().manual_seed(mesh.at.dp)
+        alike, cut = nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(3100 - 200 * mesh.at.tp))
+        gradients = gradients_of(mesh, hold(mesh, alike, "alike"), hold(mesh, cut, "cut", dim=0))
+        gradients.zero()
+        gradients.arm(0)
+        (alike @ torch.randn(1000, generator=generator) + cut.sum()).backward()
+        gradients.flush(0)
+        gradients.finish()
+        assert alike.grad is not None
+        return alike.grad.clone()
+
+    first, *others = on_ranks(8, run)
+    assert all(torch.equal(first, copy) for copy in others)
+
+
 def test_the_two_places_of_a_tied_table_stay_bitwise_equal_over_ten_updates() -> None:
     def run(rank: int, world: int) -> Tensor:
         mine = Rank.of(run_of(T0_TIED, pp=2, dp=2))

@@ -120,13 +120,20 @@ class Gradients:
 
 
 def _buckets(held: list[Held], stage: int) -> list[Bucket]:
-    """The stage's parameters from last to first, in groups of about BUCKET_ELEMENTS."""
-    groups: list[list[nn.Parameter]] = [[]]
+    """The stage's parameters from last to first, in groups of about BUCKET_ELEMENTS.
+
+    What tp ranks hold alike is summed apart from what they cut: the order in which a ring adds up an element depends
+    on the size of the whole, shards may be of different sizes, and copies must stay equal to the last bit.
+    """
+    cut: list[list[nn.Parameter]] = [[]]
+    alike: list[list[nn.Parameter]] = [[]]
     for h in reversed([h for h in held if h.stage == stage]):
+        first = h.placements[0]
+        groups = alike if first.dim is None and first.layout.tp > 1 else cut
         if sum(p.numel() for p in groups[-1]) >= BUCKET_ELEMENTS:
             groups.append([])
         groups[-1].append(h.parameter)
-    return [_bucket(parameters) for parameters in groups if parameters]
+    return [_bucket(parameters) for parameters in (*cut, *alike) if parameters]
 
 
 def _bucket(parameters: list[nn.Parameter]) -> Bucket:
