@@ -322,7 +322,7 @@ def test_a_process_that_uses_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_rank_cannot_launch_ranks() -> None:
-    with pytest.raises(RankFailed, match="itself a rank"):
+    with pytest.raises(UsageError, match="itself a rank"):
         on_ranks(1, lambda rank, world: launch(1, steps))
 
 

@@ -136,7 +136,7 @@ def test_an_output_of_another_dtype_than_declared_is_refused_with_stage_expected
         stage.forward = lambda micro, x: tuple(y.half() for y in plain(micro, x))  # type: ignore[method-assign]
 
     assert refusal(halve) == (
-        "rank 0: PlaitError: stage 0 made (3,) float16, (2, 2) float16 as activation of micro-batch 0 from stage 0 to "
+        "rank 0: stage 0 made (3,) float16, (2, 2) float16 as activation of micro-batch 0 from stage 0 to "
         "1, where (3,) float64, (2, 2) float32 is expected"
     )
 
