@@ -5,10 +5,12 @@ Light enough for `plait train --help`: no torch, no numpy.
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,6 +42,19 @@ def read_run(words: Sequence[str] | None) -> RunSpec:
     if len(files) > 1:
         raise UsageError(f"{len(files)} run files, at most 1: {', '.join(files)}", "an override is section.key=value")
     return load(files[0] if files else None, overrides)
+
+
+def to_json(value: Any) -> str:
+    """One JSON document; what is not finite is null, since JSON has no infinity."""
+
+    def finite(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {key: finite(item) for key, item in part.items()}
+        if isinstance(part, list | tuple):
+            return [finite(item) for item in part]
+        return None if isinstance(part, float) and not math.isfinite(part) else part
+
+    return json.dumps(finite(value), allow_nan=False)
 
 
 def need_torch(command: str) -> None:

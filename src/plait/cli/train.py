@@ -5,7 +5,6 @@ Torch is imported inside the command, so that its help needs none.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -14,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from plait.cli.run import Json, Words, need_torch, read_run
+from plait.cli.run import Json, Words, need_torch, read_run, to_json
 from plait.spec.errors import UsageError
 from plait.spec.fit import fit
 from plait.spec.load import dump
@@ -57,7 +56,7 @@ def train(
     else:
         summary = launch(layout.world, train_rank, run, folder, device=device)[0]
     if summary is not None:
-        print(json.dumps(summary.as_dict()) if as_json else "\n".join(closing(summary)))
+        print(to_json(summary.as_dict()) if as_json else "\n".join(closing(summary)))
 
 
 def _make_folder(run: RunSpec) -> Path:

@@ -5,13 +5,12 @@ Torch is imported inside the command, so that its help needs none.
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from plait.cli.run import Json, Words, need_torch, read_run
+from plait.cli.run import Json, Words, need_torch, read_run, to_json
 from plait.spec.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def verify(
         if verdict is None:  # another rank of a torchrun job speaks
             return
         report, text = verdict.as_dict(), _text(verdict)
-    print(json.dumps(report) if as_json else text)
+    print(to_json(report) if as_json else text)
     if not report["ok"]:
         raise typer.Exit(1)
 

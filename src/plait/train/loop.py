@@ -121,7 +121,7 @@ def evaluate(training: Training, number: int) -> float | None:
     training.world.progress(number, "evaluate")
     strike(mesh.rank, number, "evaluate")
     loss, count = 0.0, 0
-    for number in range(min(run.train.eval_batches, batches_in(held_out, run.batch.global_size))):
-        total_loss, labels = training.step.evaluate(batch(held_out, number, run.batch.global_size, rows))
+    for index in range(min(run.train.eval_batches, batches_in(held_out, run.batch.global_size))):
+        total_loss, labels = training.step.evaluate(batch(held_out, index, run.batch.global_size, rows))
         loss, count = loss + total_loss, count + labels
     return loss / count if count else None
