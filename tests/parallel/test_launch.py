@@ -405,7 +405,7 @@ from plait.parallel.launch import joined_world, run_here
 def target(world, factor):
     number = torch.tensor([factor * world.rank])
     dist.all_reduce(number)
-    print(f"rank {world.rank} of {world.size} has {number.item()}", flush=True)
+    print(f"rank {world.rank} of {world.size} has {number.item()}\\n", end="", flush=True)  # a line is one write
     world.progress(3, "forward")
     faults.strike(world.rank, 3, "forward")
     dist.barrier()

@@ -225,7 +225,7 @@ def exchange(rank: int, ranks: int) -> float:
 
 
 def assert_as_fast_as_simulated(name: str, ranks: int, micro_batches: int, tries: int) -> None:
-    """The best of some steps; skipped where sleeps and messages alone take 3 % too long."""
+    """The best of some steps, to 5 %; where sleeps and messages alone are 3 % late here, their lateness is on top."""
     schedule = schedule_of(name, ranks, micro_batches)
     costs = Costs(f=(FORWARD_S,) * ranks, b=(0.0,) * ranks, w=(0.0,) * ranks, bw=(BACKWARD_S,) * ranks)
 
@@ -243,9 +243,8 @@ def assert_as_fast_as_simulated(name: str, ranks: int, micro_batches: int, tries
     late = min(plain for step in steps for plain, _ in step) / (TICKS / 2 * (FORWARD_S + BACKWARD_S)) - 1
     best = min(Timeline.of(spans for _, spans in step).step for step in steps)
     simulated = simulate(schedule, costs).step
-    if late > 0.03 and best > simulated * 1.05:
-        pytest.skip(f"the machine is busy: sleeps and messages without an executor take {late:.1%} longer than sleeps")
-    assert best == pytest.approx(simulated, rel=0.05)
+    print(f"{name} p={ranks} m={micro_batches}: {best / simulated - 1:+.1%}, sleeps and messages alone {late:+.1%}")
+    assert best == pytest.approx(simulated, rel=0.05 if late <= 0.03 else 0.05 + late)
 
 
 @pytest.mark.parametrize(("name", "ranks", "micro_batches"), [("1f1b", 2, 4), ("1f1b", 4, 16), ("gpipe", 8, 4)])

@@ -137,8 +137,9 @@ def run_here(world: World, target: Callable[[World, *Ts], T], *args: *Ts) -> T:
             time.sleep(FOLLOW_UP_WAIT_S)
             note = "another rank failed first, then "
         sys.stdout.flush()
-        told = f"{note}rank {world.rank}, {world.mark.read()}: {failure.cause}\n{failure.trace}"
-        print(told, file=sys.stderr, flush=True)
+        told = f"{note}rank {world.rank}, {world.mark.read()}: {failure.cause}\n{failure.trace}\n"
+        sys.stderr.write(told)  # with its end of line in one write: other ranks write to the same stream
+        sys.stderr.flush()
         os._exit(failure.exit_code)
     world.leave()
     return result
