@@ -47,9 +47,9 @@ ACTIVATION = Message(1, 2, 0)
         (2, lambda p: p.insert(0, Action.receive(ACTIVATION)), r"rank 2: RECV\(stage 2 from 1, micro 0\) is posted tw"),
         (2, lambda p: p.append(Action.receive(ACTIVATION)), r"rank 2: RECV\(stage 2 from 1, micro 0\) is posted, but"),
         (2, lambda p: p.append(Action.send(Message(2, 0, 0))), r"rank 2: SEND\(stage 2 to 0.* does not join two neigh"),
-        (1, lambda p: p.insert(0, p.pop()), r"rank 1: BW\(stage 1, micro 0\) comes after REDUCE\(stage 1\)"),
-        (1, lambda p: p.pop(), r"rank 1: REDUCE\(stage 1\) is missing"),
-        (1, lambda p: p.append(Action(Kind.REDUCE, 1)), r"rank 1: REDUCE\(stage 1\) comes twice"),
+        (1, lambda p: p.insert(0, p.pop()), r"rank 1: REDUCE\(stage 1\) has no weight gradient to reduce"),
+        (1, lambda p: p.pop(), r"rank 1: REDUCE\(stage 1\) is missing after the stage's last weight gradient"),
+        (1, lambda p: p.append(Action(Kind.REDUCE, 1)), r"rank 1: REDUCE\(stage 1\) has no weight gradient to reduce"),
     ],
 )
 def test_a_planted_fault_is_named_by_rank_and_action(
@@ -114,3 +114,24 @@ def test_split_and_joined_passes_are_checked_alike() -> None:
         check(lower(hand_written((split[0], split[2], split[1]), owner=(0,))))
     with pytest.raises(InvalidSchedule, match=r"BW\(stage 0, micro 0\) comes after B .* already done"):
         check(lower(hand_written((*split, Action(BW, 0, 0)), owner=(0,))))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda p: p.pop(), r"rank 1: DROP\(stage 1\) is missing after the stage's last use"),
+        (lambda p: p.insert(0, p.pop()), r"rank 1: DROP\(stage 1\) drops weights that nothing has gathered"),
+        (lambda p: p.append(Action(Kind.DROP, 1)), r"rank 1: DROP\(stage 1\) drops weights that nothing has gathered"),
+        (lambda p: p.remove(Action(Kind.REDUCE, 1)), None),
+        (lambda p: p.pop(-2), r"rank 1: REDUCE\(stage 1\) is missing after the stage's last weight gradient"),
+    ],
+)
+def test_sharded_weights_are_dropped_after_use_and_sharded_gradients_reduced_after_the_last(
+    change: Callable[[list[Action]], object], named: str | None
+) -> None:
+    schedule = changed(1, change, lower(generate("1f1b", 4, 4), zero=3))
+    if named is None:  # one reduction less, and the next one takes over what it left
+        check(schedule)
+    else:
+        with pytest.raises(InvalidSchedule, match=named):
+            check(schedule)

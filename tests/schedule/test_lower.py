@@ -1,11 +1,26 @@
 """Where lowering puts communication, for the named schedules and for any other."""
 
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.schedule import COMPUTE, Action, Costs, Kind, Message, Schedule, check, generate, live, lower, simulate
+from plait.schedule import (
+    COMPUTE,
+    Action,
+    Costs,
+    Kind,
+    Message,
+    Program,
+    Schedule,
+    check,
+    forward_of,
+    generate,
+    live,
+    lower,
+    simulate,
+)
 from tests.schedule.drawn import drawn_schedule
 
 
@@ -83,3 +98,52 @@ def test_live_sets_count_bytes_of_each_stage_and_what_waits_for_its_weight_gradi
     schedule = Schedule("split", 1, (0, 0), (program,))
     assert live(schedule) == ((2, 2, 2),)
     assert live(schedule, forward_bytes=(10, 1), weight_bytes=(4, 6)) == ((11, 10, 16),)
+
+
+def kinds_after(program: Program, index: int) -> list[str]:
+    """The actions between a compute action and the next thing that is computed or received."""
+    after = takewhile(lambda action: action.kind not in (*COMPUTE, Kind.RECV), program[index + 1 :])
+    return [f"{action.kind}{action.stage}" for action in after]
+
+
+@given(schedules(), st.integers(0, 3), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_a_zero_stage_says_after_which_actions_gradients_are_reduced_and_weights_dropped(
+    schedule: Schedule, zero: int, keep: bool
+) -> None:
+    """Checked, so the last weight gradient of each stage is reduced at any ZeRO stage."""
+    for program in check(lower(schedule, zero, keep)).programs:
+        for index, action in enumerate(program):
+            if action.kind not in COMPUTE:
+                continue
+            later = [
+                part for following in program[index + 1 :] for part in following.parts if part.stage == action.stage
+            ]
+            gradients = [part for part in later if part.kind in (Kind.W, Kind.BW)]
+            reduces = action.kind in (Kind.W, Kind.BW) and (zero >= 2 or not gradients)
+            drops = zero == 3 and (not keep or not later)
+            expected = [f"REDUCE{action.stage}"] * reduces + [f"DROP{action.stage}"] * drops
+            assert [kind for kind in kinds_after(program, index) if "SEND" not in kind] == expected
+
+
+@pytest.mark.parametrize(("keep", "drops"), [(False, ["DROP0", "DROP1"]), (True, [])])
+def test_a_forward_and_a_backward_together_are_followed_by_the_endings_of_both_stages(
+    keep: bool, drops: list[str]
+) -> None:
+    f, bw = Kind.F, Kind.BW
+    together = Action.together(Action(f, 0, 1), Action(bw, 1, 0))
+    rest = Action(f, 1, 1), Action(bw, 1, 1), Action(bw, 0, 0), Action(bw, 0, 1)
+    lowered = check(lower(Schedule("V", 2, (0, 0), ((Action(f, 0), Action(f, 1), together, *rest),)), 3, keep))
+    assert kinds_after(lowered.programs[0], lowered.programs[0].index(together)) == ["REDUCE1", *drops]
+
+
+def test_an_evaluation_of_sharded_weights_drops_them_and_reduces_nothing() -> None:
+    for keep, drops in ((False, 4), (True, 1)):
+        for program in check(lower(forward_of(generate("1f1b", 2, 4)), 3, keep)).programs:
+            assert [str(action.kind) for action in program].count("DROP") == drops
+            assert program[-1].kind is Kind.DROP and Kind.REDUCE not in {action.kind for action in program}
+
+
+def test_dropping_and_reducing_more_often_costs_nothing_unless_it_is_given_a_cost() -> None:
+    plain, sharded = (simulate(lower(generate("1f1b", 4, 6), zero), Costs.equal(4)) for zero in (0, 3))
+    assert sharded.compute == plain.compute and sharded.step == plain.step

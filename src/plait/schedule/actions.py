@@ -22,11 +22,12 @@ class Kind(StrEnum):
     SEND = "SEND"  # start a send; never waits
     RECV = "RECV"  # post a receive; its consumer waits, not the action itself
     DROP = "DROP"  # the stage's gathered weights may go (the next compute action of the stage gathers them again)
-    REDUCE = "REDUCE"  # the stage's gradients are complete: start reducing them over its replicas
+    REDUCE = "REDUCE"  # start to reduce over the stage's replicas what its gradients gathered since the last REDUCE
 
 
 F, B, W, BW, FB, SEND, RECV, DROP, REDUCE = Kind  # plain names: looking up an enum's member is slow before 3.12
 COMPUTE = (F, B, W, BW, FB)
+WEIGHT_GRADIENTS = (W, BW)  # the single passes that make them
 
 
 class Message(NamedTuple):

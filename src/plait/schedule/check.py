@@ -8,7 +8,22 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import chain, product, zip_longest
 
-from plait.schedule.actions import BW, RECV, REDUCE, SEND, Action, B, F, Kind, Message, Program, Schedule, W
+from plait.schedule.actions import (
+    BW,
+    DROP,
+    RECV,
+    REDUCE,
+    SEND,
+    WEIGHT_GRADIENTS,
+    Action,
+    B,
+    F,
+    Kind,
+    Message,
+    Program,
+    Schedule,
+    W,
+)
 from plait.schedule.walk import walk
 from plait.spec.errors import InvalidSchedule
 
@@ -21,14 +36,16 @@ def check(schedule: Schedule) -> Schedule:
 
     Valid: each (stage, micro-batch) has on its owner one F and, in training, one BW or one B then one W, in this
     order; every message is produced, sent, received and consumed once, in this order, and each channel sends and
-    receives in one order; each stage is reduced once, after its last weight gradient; and no rank waits for ever,
+    receives in one order; each weight gradient is reduced once and each REDUCE has one to reduce; where gathered
+    weights are dropped, nothing is dropped that was not used and nothing stays gathered; and no rank waits for ever,
     neither with sends that return at once nor with sends that block until their receive is posted.
     """
     for rank, program in enumerate(schedule.programs):
         _check_places(schedule, rank, program)
         _check_passes(schedule, rank, program)
         _check_messages(schedule, rank, program)
-        _check_reductions(schedule, rank, program)
+        _check_reductions(rank, program)
+        _check_drops(rank, program)
     _check_channels(schedule)
     try:
         _check_end(schedule, blocking=True)
@@ -120,20 +137,31 @@ def _without_source(schedule: Schedule, message: Message) -> str:
     return "which this rank computes only later"
 
 
-def _check_reductions(schedule: Schedule, rank: int, program: Program) -> None:
-    """One REDUCE per stage in training, after the stage's last weight gradient."""
-    reduced: set[int] = set()
+def _check_reductions(rank: int, program: Program) -> None:
+    """In training every weight gradient is followed by a REDUCE of its stage, and each REDUCE has one to reduce."""
+    gathered: set[int] = set()  # stages with weight gradients that are not reduced
     for action in program:
         if action.kind is REDUCE:
-            if action.stage in reduced or not schedule.trains:
-                raise _fault(rank, action, "comes twice" if schedule.trains else "has no place in an evaluation")
-            reduced.add(action.stage)
-        for part in action.parts:
-            if part.kind in (W, BW) and part.stage in reduced:
-                raise _fault(rank, part, f"comes after {Action(REDUCE, part.stage)}, which needs it")
-    for stage in schedule.held_by(rank):
-        if schedule.trains and stage not in reduced:
-            raise _fault(rank, Action(REDUCE, stage), "is missing")
+            if action.stage not in gathered:
+                raise _fault(rank, action, "has no weight gradient to reduce")
+            gathered.remove(action.stage)
+        gathered.update(part.stage for part in action.parts if part.kind in WEIGHT_GRADIENTS)
+    for stage in sorted(gathered):
+        raise _fault(rank, Action(REDUCE, stage), "is missing after the stage's last weight gradient")
+
+
+def _check_drops(rank: int, program: Program) -> None:
+    """Where weights are dropped at all: each DROP follows a use of its stage, and nothing stays gathered."""
+    gathered: set[int] = set()  # stages used since they were last dropped
+    for action in program:
+        if action.kind is DROP:
+            if action.stage not in gathered:
+                raise _fault(rank, action, "drops weights that nothing has gathered")
+            gathered.remove(action.stage)
+        gathered.update(part.stage for part in action.parts)
+    if any(action.kind is DROP for action in program):
+        for stage in sorted(gathered):
+            raise _fault(rank, Action(DROP, stage), "is missing after the stage's last use")
 
 
 def _check_channels(schedule: Schedule) -> None:

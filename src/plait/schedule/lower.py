@@ -1,4 +1,4 @@
-"""Lowering: from compute actions to the list that the executor runs, with SEND, RECV and REDUCE in their places.
+"""Lowering: from compute actions to the list that the executor runs, with SEND, RECV, REDUCE and DROP in their places.
 
 What the added actions mean, and where they stand:
 
@@ -8,7 +8,12 @@ What the added actions mean, and where they stand:
   one channel (sending rank, receiving rank) are received in the order in which they are sent. And a receive is posted
   by the time its message is computed, if all actions took equally long: so a schedule that ends with sends that
   return at once also ends on a backend whose sends block until they are received.
-- REDUCE starts the reduction of a stage's gradients. It stands after the stage's last weight gradient.
+- REDUCE starts the reduction of what a stage's gradients have gathered. It stands after the stage's last weight
+  gradient; where gradients are sharded (ZeRO 2 and 3) after each one, so that no rank holds a stage's whole sum.
+- DROP lets a stage's gathered weights go, which only ZeRO 3 gathers. It stands after each compute action of the stage,
+  or where gathered weights are kept, after the last one of the step.
+
+What stands after one compute action stands in this order: SEND, REDUCE, DROP.
 
 A message between two stages of one rank is not sent: the executor hands it over. Nothing here judges a schedule:
 whatever cannot be paired is left out, and `check` names it.
@@ -20,14 +25,17 @@ from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import replace
 
-from plait.schedule.actions import BW, REDUCE, Action, Message, Program, Schedule, W
+from plait.schedule.actions import DROP, REDUCE, WEIGHT_GRADIENTS, Action, Message, Program, Schedule
+
+SHARDS_GRADIENTS, SHARDS_WEIGHTS = 2, 3  # the first ZeRO stages that do
 
 
-def lower(schedule: Schedule) -> Schedule:
-    """The same schedule with its communication listed."""
+def lower(schedule: Schedule, zero: int = 0, keep: bool = False) -> Schedule:
+    """The same schedule with its communication listed, for a ZeRO stage; stage 3 may `keep` what it has gathered."""
     receives = _receive_slots(schedule)
     programs = tuple(
-        _lower_program(schedule, program, receives[rank]) for rank, program in enumerate(schedule.programs)
+        _lower_program(schedule, program, receives[rank], _endings(program, zero, keep))
+        for rank, program in enumerate(schedule.programs)
     )
     return replace(schedule, programs=programs)
 
@@ -79,20 +87,33 @@ def _lockstep(schedule: Schedule) -> tuple[list[list[int]], dict[Message, int]]:
     return ticks, made
 
 
-def _lower_program(schedule: Schedule, program: Program, receives: dict[int, list[Message]]) -> Program:
-    last_gradient: dict[int, int] = {}  # stage -> index of the compute action
-    for index, action in enumerate(program):
-        last_gradient.update((part.stage, index) for part in action.parts if part.kind in (W, BW))
-    reductions: defaultdict[int, list[Action]] = defaultdict(list)
-    for stage, index in last_gradient.items():
-        reductions[index].append(Action(REDUCE, stage))
+def _endings(program: Program, zero: int, keep: bool) -> dict[int, list[Action]]:
+    """Compute action's index -> the REDUCEs and DROPs after it."""
+    computed = [(i, part.stage) for i, action in enumerate(program) for part in action.parts]
+    gradients = [
+        (i, part.stage) for i, action in enumerate(program) for part in action.parts if part.kind in WEIGHT_GRADIENTS
+    ]
+    reduces = gradients if zero >= SHARDS_GRADIENTS else _last_of_each(gradients)
+    drops = [] if zero < SHARDS_WEIGHTS else _last_of_each(computed) if keep else computed
+    endings: defaultdict[int, list[Action]] = defaultdict(list)
+    for kind, places in ((REDUCE, reduces), (DROP, dict.fromkeys(drops))):
+        for index, stage in places:
+            endings[index].append(Action(kind, stage))
+    return endings
 
+
+def _last_of_each(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Of (index, stage) in ascending order, the last one of each stage."""
+    return [(index, stage) for stage, index in {stage: index for index, stage in places}.items()]
+
+
+def _lower_program(
+    schedule: Schedule, program: Program, receives: dict[int, list[Message]], endings: dict[int, list[Action]]
+) -> Program:
     lowered: list[Action] = []
     for index, action in enumerate(program):
-        if index in receives:
-            lowered += map(Action.receive, receives[index])
+        lowered += map(Action.receive, receives.get(index, ()))
         lowered.append(action)
         lowered += [Action.send(message) for message in schedule.outputs(action) if schedule.crosses(message)]
-        if index in reductions:
-            lowered += reductions[index]
+        lowered += endings.get(index, ())
     return tuple(lowered)

@@ -16,4 +16,5 @@ def schedules(run: RunSpec, dp: int) -> tuple[Schedule, Schedule]:
     """The lowered and checked schedules of training and of evaluation, for a run that fits `dp` replicas."""
     micro_batches = run.batch.global_size // (dp * run.batch.micro_size)
     plain = generate(run.schedule.name, run.layout.pp, micro_batches, run.schedule.chunks)
-    return check(lower(plain)), check(lower(forward_of(plain)))
+    zero, keep = run.zero.stage, run.zero.keep
+    return check(lower(plain, zero, keep)), check(lower(forward_of(plain), zero, keep))
