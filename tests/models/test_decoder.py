@@ -41,12 +41,13 @@ def with_dropout(name: str) -> ModelSpec:
 def test_the_listing_is_exactly_what_the_module_holds(name: str) -> None:
     spec = PRESETS[name]
     model = Decoder(spec, device="cpu" if name in TINY else "meta")
-    held = dict(model.named_parameters())
-    assert list(held) == [home for home in spec.homes()]
-    views = logical_tensors(spec, held)
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    kinds = {home: tensors[0].kind for home, tensors in spec.homes().items()}
+    assert list(parameters) == [home for home, kind in kinds.items() if kind == "weight"]
+    assert list(buffers) == [home for home, kind in kinds.items() if kind == "buffer"]
+    views = logical_tensors(spec, {**parameters, **buffers})
     assert {n: tuple(t.shape) for n, t in views.items()} == {t.name: t.shape for t in spec.parameters()}
-    assert sum(p.numel() for p in held.values()) == spec.parameter_count()
-    assert not list(model.buffers())
+    assert sum(p.numel() for p in parameters.values()) == spec.parameter_count()
 
 
 def test_a_tied_head_stays_one_tensor_through_moves_and_casts() -> None:
@@ -100,7 +101,8 @@ def test_no_token_sees_a_later_one(name: str) -> None:
     changed = tokens.clone()
     changed[:, 9] = (changed[:, 9] + 1) % 64
     a, b = model.logits(tokens, where), model.logits(changed, where)
-    assert torch.equal(a[:, :9], b[:, :9])
+    # A GEMM of other rows beside it may round a token of the same expert another way.
+    torch.testing.assert_close(a[:, :9], b[:, :9], rtol=0, atol=1e-12 if PRESETS[name].moe else 0)
     assert (a[:, 9:] != b[:, 9:]).any(dim=-1).any(dim=0)[0]
 
 

@@ -29,6 +29,17 @@ def small(family: str, **changes: object) -> ModelSpec:
 LLAMA3_ROPE = RopeScaling(
     kind="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32
 )
+YARN_PLAIN = RopeScaling(kind="yarn", factor=4.0, original_max_positions=16)
+YARN = YARN_PLAIN.model_copy(update={"mscale": 0.7, "mscale_all_dim": 0.9})
+QWEN3_MOE, DEEPSEEK2 = (PRESETS[f"{name}-tiny"].model_dump()["moe"] for name in ("qwen3-moe", "deepseek-v2"))
+LATENT3 = PRESETS["deepseek-v3-tiny"].model_dump()["latent"]
+
+
+def latent(family: str, **changes: object) -> ModelSpec:
+    """Heads whose size follows from their latents."""
+    return small(family, kv_heads=8, head_dim=12, **changes)
+
+
 CASES = {
     "gpt2": small("gpt2"),
     "gpt2 exact gelu": small("gpt2", mlp="gelu"),
@@ -41,6 +52,17 @@ CASES = {
     "qwen2": small("qwen2"),
     "qwen2 untied": small("qwen2", tied=False),
     "qwen3": small("qwen3", head_dim=16),
+    "mixtral": small("mixtral"),
+    "mixtral with a window": small("mixtral", window=8),
+    "qwen3 moe": small("qwen3-moe"),
+    "qwen3 moe, scores as they are": small("qwen3-moe", moe={**QWEN3_MOE, "normalise": False}),
+    "deepseek v2": latent("deepseek-v2"),
+    "deepseek v2 without groups": latent("deepseek-v2", moe={**DEEPSEEK2, "groups": 1, "top_groups": 1}),
+    "deepseek v2 with yarn": latent("deepseek-v2", rope_scaling=YARN, rope_theta=500.0),
+    "deepseek v3": latent("deepseek-v3"),
+    "deepseek v3, channels as halves": latent("deepseek-v3", latent={**LATENT3, "interleaved": False}),
+    "deepseek v3 with yarn": latent("deepseek-v3", rope_scaling=YARN, rope_theta=500.0),
+    "llama with yarn": small("llama", rope_theta=500.0, rope_scaling=YARN_PLAIN),
 }
 
 
@@ -57,12 +79,11 @@ def ours(spec: ModelSpec, tensors: dict[str, Tensor]) -> Decoder:
 def theirs(spec: ModelSpec, tensors: dict[str, Tensor]) -> torch.nn.Module:
     config = to_hf_config(spec)
     kind = config.pop("model_type")
-    model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(kind, **config), attn_implementation="eager"
+    config = transformers.AutoConfig.for_model(kind, **config)
+    model, told = getattr(transformers, config.architectures[0]).from_pretrained(
+        None, config=config, state_dict=to_hf(tensors, spec), attn_implementation="eager", output_loading_info=True
     )
-    missing, unexpected = model.load_state_dict(to_hf(tensors, spec), strict=False)
-    assert set(missing) <= {"lm_head.weight"} and not unexpected
-    model.tie_weights()
+    assert set(told["missing_keys"]) <= {"lm_head.weight"} and not told["unexpected_keys"]
     return model.float().eval()
 
 
@@ -97,7 +118,8 @@ def test_weights_survive_the_way_out_and_back_bitwise(case: str) -> None:
     back = from_hf(to_hf(tensors, spec), spec)
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
-    held = logical_tensors(spec, dict(ours(spec, back).named_parameters()))
+    model = ours(spec, back)
+    held = logical_tensors(spec, {**dict(model.named_parameters()), **dict(model.named_buffers())})
     assert all(torch.equal(held[name], tensors[name]) for name in tensors)
 
 

@@ -10,6 +10,10 @@ from plait.spec.model import ModelSpec, RopeScaling
 from plait.spec.presets import PRESETS
 
 LLAMA = to_hf_config(PRESETS["llama-tiny"])
+MIXTRAL = to_hf_config(PRESETS["mixtral-tiny"])
+QWEN3_MOE = to_hf_config(PRESETS["qwen3-moe-tiny"])
+DEEPSEEK2 = to_hf_config(PRESETS["deepseek-v2-tiny"])
+DEEPSEEK3 = to_hf_config(PRESETS["deepseek-v3-tiny"])
 GPT2 = to_hf_config(PRESETS["gpt2-tiny"])
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -20,7 +24,7 @@ def test_every_preset_survives_the_way_out_and_back(name: str) -> None:
 
 
 def test_every_family_has_a_tiny_preset() -> None:
-    assert {PRESETS[f"{family}-tiny"].family for family in FAMILIES} == set(FAMILIES)
+    assert {PRESETS[f"{family.replace('_', '-')}-tiny"].family for family in FAMILIES} == set(FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +49,14 @@ def test_both_spellings_of_rope_scaling_are_one(rope: dict[str, object]) -> None
         ({**LLAMA, "hidden_act": "relu"}, "hidden_act"),
         ({**LLAMA, "hidden_size": None}, "hidden_size"),
         ({**LLAMA, "num_key_value_heads": 3}, "kv_heads"),
-        ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings"),
+        ({**MIXTRAL, "num_local_experts": None}, "num_local_experts"),
+        ({**MIXTRAL, "router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ({**QWEN3_MOE, "mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({**DEEPSEEK2, "norm_topk_prob": True}, "norm_topk_prob"),
+        ({**DEEPSEEK3, "scoring_func": "softmax"}, "scoring_func"),
+        ({**DEEPSEEK3, "num_key_value_heads": 2}, "kv_heads"),
         ({**LLAMA, "rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor"),
         ({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, "rope_scaling.beta"),
         ({**GPT2, "embd_pdrop": 0.5}, "embd_pdrop"),
@@ -90,6 +101,13 @@ def test_keys_a_file_may_lack_have_their_family_s_meaning() -> None:
         ("llama-tiny", {"mlp": "gelu"}, "model.mlp"),
         ("gpt2-tiny", {"norm": "rms"}, "model.norm"),
         ("gpt2-tiny", {"head_dim": 16}, "model.head_dim"),
+        ("mixtral-tiny", {"ffn": 64}, "model.ffn"),
+        ("mixtral-tiny", {"moe": PRESETS["mixtral-tiny"].moe.model_copy(update={"shared": 1})}, "model.moe"),
+        (
+            "deepseek-v3-tiny",
+            {"moe": PRESETS["deepseek-v3-tiny"].moe.model_copy(update={"capacity": 1.0})},
+            "model.moe",
+        ),
     ],
 )
 def test_a_field_that_a_family_cannot_express_is_refused_by_name(
@@ -97,3 +115,17 @@ def test_a_field_that_a_family_cannot_express_is_refused_by_name(
 ) -> None:
     with pytest.raises(InvalidRun, match=key):
         to_hf_config(PRESETS[preset].model_copy(update=change))
+
+
+def test_groups_count_only_where_the_method_says_so() -> None:
+    greedy = from_hf_config({**DEEPSEEK2, "topk_method": "greedy"}).moe
+    limited = from_hf_config(DEEPSEEK2).moe
+    assert greedy is not None and limited is not None
+    assert (greedy.groups, greedy.top_groups, limited.groups, limited.top_groups) == (1, 1, 4, 2)
+
+
+def test_what_only_training_sees_is_left_out_of_the_config() -> None:
+    spec = PRESETS["mixtral-tiny"]
+    assert spec.moe is not None
+    trained = spec.model_copy(update={"moe": spec.moe.model_copy(update={"balance_coef": 0.01, "z_coef": 0.001})})
+    assert to_hf_config(trained) == to_hf_config(spec)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.spec.errors import InvalidRun, Violation
+from plait.spec.experts import Experts
 from plait.spec.fit import fit, violations
 from plait.spec.load import load
 from plait.spec.model import ModelSpec
@@ -64,7 +65,7 @@ def test_w20_tp_2_pp_4_dp_32_need_256_devices() -> None:
 
 def test_b99_all_that_is_wrong_is_listed_together_with_both_numbers_and_the_nearest_that_fit() -> None:
     asked = run(
-        {"heads": 6, "kv_heads": 6, "hidden": 48},
+        {"heads": 6, "kv_heads": 6, "hidden": 48, "moe": Experts(count=6, top_k=2, ffn=64)},
         layout=LayoutSpec(tp=4, pp=8, cp=3, ep=4),
         batch=BatchSpec(sequence=16),
     )
@@ -72,12 +73,14 @@ def test_b99_all_that_is_wrong_is_listed_together_with_both_numbers_and_the_near
         fit(asked)
     assert {v.key: v.fix for v in real(refused.value.violations).values()} == {
         "layout.tp": "use 3 or 6",
+        "layout.ep": "use 3 or 6",
         "layout.pp": "use pp ≤ 4",
         "layout.cp": "use 2 or 4",
     }
     text = str(refused.value)
     for line in (
         "layout.tp: 4 does not divide heads 6",
+        "layout.ep: ep 4 does not divide experts 6",
         "layout.pp: 8 stages are more than layers 4",
         "layout.cp: cp 3 does not divide sequence 16",
     ):

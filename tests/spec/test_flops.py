@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from plait.spec.experts import Experts
 from plait.spec.flops import flops_per_token, matmul_parameters
 from plait.spec.model import ModelSpec
+from plait.spec.presets import PRESETS
 
 T0 = ModelSpec(vocab=64, hidden=32, layers=4, heads=4, ffn=64, max_sequence=16)
 
@@ -38,3 +40,14 @@ def test_a_window_costs_its_own_keys_only() -> None:
     assert attention(1024) == attention(4096) == attention(None)
     assert attention(512) == attention(None) * 3 // 4  # the square's half less the half of the cut-off corner
     assert attention(1) < attention(16) < attention(512)
+
+
+def test_a_token_costs_the_experts_that_it_meets_and_no_others() -> None:
+    mixture = T0.model_copy(update={"moe": Experts(count=8, top_k=2, ffn=64)})
+    assert matmul_parameters(mixture) == 68_608
+    assert matmul_parameters(T0.model_copy(update={"moe": Experts(count=16, top_k=2, ffn=64)})) == 68_608 + 4 * 8 * 32
+
+
+def test_attention_through_latents_costs_its_own_channels() -> None:
+    spec = PRESETS["deepseek-v3"]
+    assert flops_per_token(spec, 4096).attention == 4096 * 61 * 128 * (192 + 128)

@@ -5,17 +5,24 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from plait.spec.experts import Experts
+from plait.spec.latent import Latent
 from plait.spec.model import ROLES, ModelSpec, RopeScaling, violations
 from plait.spec.presets import PRESETS
 
 T0 = ModelSpec(vocab=64, hidden=32, layers=4, heads=4, ffn=64, max_sequence=16)
 
 
+M0 = T0.model_copy(update={"moe": Experts(count=8, top_k=2, ffn=64)})
+
+
 def changed(**fields: object) -> ModelSpec:
     return T0.model_copy(update=fields)
 
 
-@pytest.mark.parametrize(("spec", "count"), [(T0, 45_344), (changed(kv_heads=2), 41_248), (changed(tied=True), 43_296)])
+@pytest.mark.parametrize(
+    ("spec", "count"), [(T0, 45_344), (changed(kv_heads=2), 41_248), (changed(tied=True), 43_296), (M0, 218_400)]
+)
 def test_the_fixtures_have_their_parameter_counts(spec: ModelSpec, count: int) -> None:
     assert spec.parameter_count() == count
 
@@ -34,6 +41,13 @@ def test_the_fixtures_have_their_parameter_counts(spec: ModelSpec, count: int) -
         ("mistral-7b", 7_241_732_096),
         ("qwen2-7b", 7_615_616_512),
         ("qwen3-8b", 8_190_735_360),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("mixtral-8x22b", 140_620_634_112),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
+        ("deepseek-v2-lite", 15_706_484_224),
+        ("deepseek-v2", 235_741_434_880),
+        ("deepseek-v3", 671_026_404_352),
     ],
 )
 def test_presets_have_the_parameter_counts_of_their_releases(name: str, count: int) -> None:
@@ -105,3 +119,48 @@ def test_all_violations_are_listed_together_with_numbers_and_a_way_out() -> None
 
 def test_learned_positions_allow_an_odd_head() -> None:
     assert violations(changed(head_dim=7, positions="learned")) == []
+
+
+def test_experts_stand_in_the_blocks_after_the_dense_ones() -> None:
+    spec = PRESETS["deepseek-v3-tiny"]
+    assert [spec.has_experts(layer) for layer in range(spec.layers)] == [False, True, True, True]
+    names = {t.name for t in spec.parameters()}
+    assert "blocks.0.mlp.gate.weight" in names and "blocks.0.mlp.router.weight" not in names
+    assert "blocks.1.mlp.experts.down" in names and "blocks.1.mlp.shared.gate.weight" in names
+    assert [t.kind for t in spec.parameters() if t.role == "router_bias"] == ["buffer"] * 3
+
+
+def test_a_head_of_latents_is_as_large_as_its_two_parts() -> None:
+    latent = {"kv_rank": 8, "kept": 6, "rotated": 4, "value": 5}
+    spec = ModelSpec.model_validate({**T0.model_dump(exclude={"head_dim"}), "latent": latent})
+    assert (spec.head_dim, spec.value_dim) == (10, 5)
+    assert violations(spec) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"top_k": 9}, "model.moe.top_k"),
+        ({"groups": 3}, "model.moe.groups"),
+        ({"groups": 4, "top_groups": 5}, "model.moe.top_groups"),
+        ({"groups": 4, "top_k": 3}, "model.moe.top_k"),
+        ({"groups": 8, "top_groups": 8, "group_score": "top2"}, "model.moe.group_score"),
+        ({"first_dense": 4}, "model.moe.first_dense"),
+        ({"bias_rate": 0.1}, "model.moe.bias_rate"),
+        ({"capacity": 0.0}, "model.moe.capacity"),
+        ({"count": 0}, "model.moe.count"),
+        ({"z_coef": -1.0}, "model.moe.z_coef"),
+    ],
+)
+def test_experts_that_cannot_be_are_refused_by_key(changes: dict[str, object], key: str) -> None:
+    assert M0.moe is not None
+    found = violations(changed(moe=M0.moe.model_copy(update=changes)))
+    assert [v.key for v in found] == [key]
+
+
+def test_latents_refuse_what_they_have_no_place_for() -> None:
+    latent = Latent(kv_rank=8, kept=6, rotated=3, value=5)
+    found = violations(changed(latent=latent, kv_heads=2, qk_norm=True, positions="learned"))
+    assert {v.key for v in found} == {
+        *("model.latent.rotated", "model.head_dim", "model.kv_heads", "model.qk_norm", "model.positions")
+    }

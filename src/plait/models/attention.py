@@ -44,30 +44,33 @@ class Attention(nn.Module):
 
 
 class Core(nn.Module):
-    """Causal attention, softmax(q k^T / sqrt(D)) v, within documents and window, with dropout on the probabilities.
+    """Causal attention, softmax(scale q k^T) v, within documents and window, with dropout on the probabilities.
 
-    `first_head` is the global number of the first query head held here.
+    `scale` is 1/sqrt(D) unless given; `first_head` is the global number of the first query head held here.
     """
 
-    def __init__(self, window: int | None, dropout: float, layer: int, first_head: int = 0) -> None:
+    def __init__(
+        self, window: int | None, dropout: float, layer: int, first_head: int = 0, scale: float | None = None
+    ) -> None:
         super().__init__()
-        self.window, self.dropout, self.first_head = window, dropout, first_head
+        self.window, self.dropout, self.scale, self.first_head = window, dropout, scale, first_head
         self.site = site_number(layer, "attention")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, where: Where) -> Tensor:
-        """q (B, S, h, D), k and v (B, S, kv, D) with kv dividing h -> (B, S, h, D)."""
+        """q (B, S, h, D), k (B, S, kv, D) and v (B, S, kv, V) with kv dividing h -> (B, S, h, V)."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self.dropout and self.training:
             y = self._with_dropout(q, k, v, where)
         else:
             plain = where.documents is None and (self.window is None or self.window >= q.shape[2])
             mask = None if plain else visible(where, self.window)
-            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=plain, enable_gqa=True)
+            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=plain, scale=self.scale, enable_gqa=True)
         return y.transpose(1, 2)
 
     def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, where: Where) -> Tensor:
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-        scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.shape[-1])
+        scale = self.scale or 1 / math.sqrt(q.shape[-1])
+        scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
         weights = scores.masked_fill(~visible(where, self.window), -math.inf).softmax(dim=-1).to(q.dtype)
         heads = torch.arange(self.first_head, self.first_head + q.shape[1], device=q.device)
         state = fold(site_state(where.key, self.site), where.samples)  # (B,)

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from plait.models.attention import Attention
 from plait.models.dropout import Dropout, site_number
+from plait.models.latent import LatentAttention
 from plait.models.layers import MLP, Embedding, Factory, Linear, Terms, norm
 from plait.models.loss import CrossEntropy
+from plait.models.moe import MoE
 from plait.models.rotary import NoRotary, Rotary
 from plait.models.where import Where
 from plait.spec.model import ModelSpec
@@ -26,10 +28,10 @@ class Block(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int, make: Factory) -> None:
         super().__init__()
         self.attention_norm = norm(spec.norm, spec.hidden, spec.norm_eps, make)
-        self.attention = Attention(spec, layer, make)
+        self.attention = (LatentAttention if spec.latent else Attention)(spec, layer, make)
         self.dropout1 = Dropout(spec.dropout, site_number(layer, "residual1"))
         self.mlp_norm = norm(spec.norm, spec.hidden, spec.norm_eps, make)
-        self.mlp = MLP(spec, make)
+        self.mlp = MoE(spec, layer, make) if spec.has_experts(layer) else MLP(spec, make)
         self.dropout2 = Dropout(spec.dropout, site_number(layer, "residual2"))
 
     def forward(self, x: Tensor, where: Where) -> tuple[Tensor, Terms]:

@@ -7,6 +7,7 @@ unknown or contradictory stops.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -22,7 +23,8 @@ from plait.spec.model import ModelSpec
 class Row:
     """Our tensors, stacked along dim 0, are theirs; transposed where theirs is stored (inputs, outputs).
 
-    `{i}` stands for the layer and `{p}` for weight or bias.
+    `{i}` stands for the layer and `{p}` for weight or bias. With an `{e}`, theirs are tensors of their own for each
+    expert, and ours is all of them stacked.
     """
 
     ours: tuple[str, ...]
@@ -32,6 +34,10 @@ class Row:
 
 def _llama(ours: str, theirs: str) -> Row:
     return Row((f"blocks.{{i}}.{ours}.{{p}}",), f"model.layers.{{i}}.{theirs}.{{p}}")
+
+
+def _experts(ours: str, theirs: str) -> Row:
+    return Row((f"blocks.{{i}}.mlp.experts.{ours}",), f"model.layers.{{i}}.{theirs}.weight")
 
 
 def _gpt2(ours: str, theirs: str, transposed: bool = True) -> Row:
@@ -56,6 +62,32 @@ _LLAMA = (
     Row(("head.norm.weight",), "model.norm.weight"),
     Row(("head.projection.weight",), "lm_head.weight"),
 )
+_MIXTRAL = (
+    *_LLAMA,
+    Row(("blocks.{i}.mlp.router.weight",), "model.layers.{i}.block_sparse_moe.gate.weight"),
+    _experts("gate", "block_sparse_moe.experts.{e}.w1"),
+    _experts("up", "block_sparse_moe.experts.{e}.w3"),
+    _experts("down", "block_sparse_moe.experts.{e}.w2"),
+)
+_QWEN_MOE = (
+    *_LLAMA,
+    Row(("blocks.{i}.mlp.router.weight",), "model.layers.{i}.mlp.gate.weight"),
+    *(_experts(name, f"mlp.experts.{{e}}.{name}_proj") for name in ("gate", "up", "down")),
+)
+_DEEPSEEK = (
+    *_QWEN_MOE,
+    Row(("blocks.{i}.mlp.router.bias",), "model.layers.{i}.mlp.gate.e_score_correction_bias"),
+    *(_llama(f"mlp.shared.{name}", f"mlp.shared_experts.{name}_proj") for name in ("gate", "up", "down")),
+    _llama("attention.q_down", "self_attn.q_a_proj"),
+    _llama("attention.q_latent_norm", "self_attn.q_a_layernorm"),
+    _llama("attention.q_up", "self_attn.q_b_proj"),
+    Row(
+        ("blocks.{i}.attention.kv_down.weight", "blocks.{i}.attention.k_rotated.weight"),
+        "model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight",
+    ),
+    _llama("attention.kv_latent_norm", "self_attn.kv_a_layernorm"),
+    _llama("attention.kv", "self_attn.kv_b_proj"),
+)
 _GPT2 = (
     Row(("embedding.tokens.weight",), "transformer.wte.weight"),
     Row(("embedding.positions.weight",), "transformer.wpe.weight"),
@@ -74,6 +106,10 @@ NAMES: dict[str, tuple[Row, ...]] = {
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "mixtral": _MIXTRAL,
+    "qwen3_moe": _QWEN_MOE,
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
 }
 
 _HEAD = "lm_head.weight"
@@ -88,11 +124,13 @@ def from_hf(state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
         state = _fill_tied(state, spec)
     ours: dict[str, Tensor] = {}
     shapes = {t.name: t.shape for t in spec.parameters()}
-    rows = list(_rows(spec))
-    _refuse("lacks", [row.theirs for row in rows if row.theirs not in state])
-    _refuse("has unknown tensors", state.keys() - {row.theirs for row in rows})
-    for row in rows:
-        theirs = state[row.theirs].T if row.transposed else state[row.theirs]
+    rows = [(row, _names(row, spec)) for row in _rows(spec)]
+    known = {name for _, names in rows for name in names}
+    _refuse("lacks", known - state.keys())
+    _refuse("has unknown tensors", state.keys() - known)
+    for row, names in rows:
+        first = state[names[0]].T if row.transposed else state[names[0]]
+        theirs = torch.stack([state[name] for name in names]) if "{e}" in row.theirs else first
         wanted = (sum(shapes[name][0] for name in row.ours), *shapes[row.ours[0]][1:])
         if tuple(theirs.shape) != wanted:
             raise DataError(f"{row.theirs} is {tuple(theirs.shape)} as stacked rows, and the model needs {wanted}")
@@ -102,20 +140,22 @@ def from_hf(state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
 
 def to_hf(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
     """The inverse: tensors under Hugging Face names. A tied head is written once, as the embedding."""
-    theirs = {}
+    theirs: dict[str, Tensor] = {}
     for row in _rows(spec):
         whole = torch.cat([tensors[name] for name in row.ours])
-        theirs[row.theirs] = (whole.T if row.transposed else whole).contiguous()
+        parts = whole.unbind() if "{e}" in row.theirs else [whole.T if row.transposed else whole]
+        theirs |= {name: part.contiguous() for name, part in zip(_names(row, spec), parts, strict=True)}
     return theirs
 
 
 @torch.no_grad()
 def load_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
     """Fill a whole Decoder in place from tensors under our global names."""
-    held = logical_tensors(model.spec, dict(model.named_parameters()))
-    _refuse("lacks", held.keys() - tensors.keys())
+    held = logical_tensors(model.spec, {**dict(model.named_parameters()), **dict(model.named_buffers())})
+    loads = {t.name: 1 / t.size for t in model.spec.parameters() if t.role == "router_load"}
+    _refuse("lacks", held.keys() - tensors.keys() - loads.keys())
     for name, value in held.items():
-        value.copy_(tensors[name])
+        value.copy_(tensors[name] if name in tensors else torch.full_like(value, loads[name]))
 
 
 def _rows(spec: ModelSpec) -> Iterator[Row]:
@@ -127,13 +167,27 @@ def _rows(spec: ModelSpec) -> Iterator[Row]:
         for i, p in itertools.product(layers, kinds):
             ours = tuple(name.format(i=i, p=p) for name in row.ours)
             if names.issuperset(ours):
-                yield Row(ours, row.theirs.format(i=i, p=p), row.transposed and p != "bias")
+                yield Row(ours, row.theirs.format(i=i, p=p, e="{e}"), row.transposed and p != "bias")
+
+
+def _names(row: Row, spec: ModelSpec) -> list[str]:
+    """Their names of a filled row: one, or one for each expert."""
+    experts = spec.moe.count if spec.moe is not None and "{e}" in row.theirs else 1
+    return [row.theirs.format(e=e) for e in range(experts)]
 
 
 def _with_prefix(state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
-    """Names as a causal language model has them: files of the bare body lack the first word."""
+    """Names as a causal language model has them: files of the bare body lack the first word.
+
+    DeepSeek-V3's layer after the last predicts a further token, and is no part of the decoder.
+    """
     prefix = NAMES[spec.family][0].theirs.split(".")[0] + "."
-    state = {name: value for name, value in state.items() if not name.endswith(_DERIVED)}
+    further = re.compile(rf"model\.layers\.{spec.layers}\.") if spec.family == "deepseek_v3" else None
+    state = {
+        name: value
+        for name, value in state.items()
+        if not name.endswith(_DERIVED) and not (further and further.match(name))
+    }
     if any(name.startswith(prefix) for name in state):
         return state
     return {name if name == _HEAD else prefix + name: value for name, value in state.items()}

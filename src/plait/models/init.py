@@ -24,7 +24,7 @@ Rectangle = tuple[tuple[int, int], ...]  # (start, stop) along each dim
 Values = npt.NDArray[np.float32]
 Filler = Callable[[np.random.Generator, tuple[int, ...]], Values]
 
-_TILE = {1: (65536,), 2: (256, 256)}  # part of the format of a seed: another size is another start
+_TILE = {1: (65536,), 2: (256, 256), 3: (1, 256, 256)}  # part of the format of a seed: another size is another start
 _EMBEDDING_STD = 0.02
 
 
@@ -57,20 +57,29 @@ def draw(
 @torch.no_grad()
 def initialise(model: Decoder, seed: int, randomise: bool = False) -> None:
     """Fill a whole Decoder, or a stage of one that is cut along no other axis, in place."""
-    held = logical_tensors(model.spec, dict(model.named_parameters()))
+    held = logical_tensors(model.spec, {**dict(model.named_parameters()), **dict(model.named_buffers())})
     for tensor in model.spec.parameters():
         if tensor.name in held:
             held[tensor.name].copy_(draw(tensor, model.spec, seed, randomise=randomise))
 
 
 def _filler(tensor: TensorSpec, spec: ModelSpec, randomise: bool) -> Filler:
+    if tensor.kind == "buffer":
+        return _buffer(tensor, randomise)
     if len(tensor.shape) == 1:
         bias = tensor.name.endswith(".bias")
         if randomise:
             return _normal(1.0) if bias else _around_one
         return _constant(0.0 if bias else 1.0)
     table = tensor.role in ("embedding", "positions")
-    return _normal(spec.init_std or (_EMBEDDING_STD if table else 1 / math.sqrt(tensor.shape[1])))
+    return _normal(spec.init_std or (_EMBEDDING_STD if table else 1 / math.sqrt(tensor.shape[-1])))
+
+
+def _buffer(tensor: TensorSpec, randomise: bool) -> Filler:
+    """An even load, and no bias of routers; a small one in proofs, where it must leave scores their say."""
+    if tensor.role == "router_load":
+        return _constant(1 / tensor.shape[0])
+    return _normal(0.1) if randomise else _constant(0.0)
 
 
 def _normal(std: float) -> Filler:

@@ -81,11 +81,12 @@ ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], int]] = {
 class MLP(nn.Module):
     """The dense feed-forward slot of a block: (x, where) -> (y, loss terms), of which it has none."""
 
-    def __init__(self, spec: ModelSpec, make: Factory) -> None:
+    def __init__(self, spec: ModelSpec, make: Factory, ffn: int | None = None) -> None:
         super().__init__()
+        ffn = ffn or spec.ffn
         self.activation, inputs = ACTIVATIONS[spec.mlp]
-        self.up = FusedLinear(spec.hidden, (spec.ffn,) * inputs, spec.mlp_bias, make)
-        self.down = Linear(spec.ffn, spec.hidden, spec.mlp_bias, make)
+        self.up = FusedLinear(spec.hidden, (ffn,) * inputs, spec.mlp_bias, make)
+        self.down = Linear(ffn, spec.hidden, spec.mlp_bias, make)
 
     def forward(self, x: Tensor, where: Where) -> tuple[Tensor, Terms]:
         return self.down(self.activation(*self.up(x))), {}

@@ -20,20 +20,22 @@ class Rotary(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.head_dim, self.theta, self.scaling = spec.head_dim, spec.rope_theta, spec.rope_scaling
+        self.head_dim = spec.head_dim if spec.latent is None else spec.latent.rotated
+        self.theta, self.scaling = spec.rope_theta, spec.rope_scaling
 
     def forward(self, where: Where, dtype: torch.dtype) -> Where:
         """`where` with its tables, in fp32 or wider; angles are taken in float64, since 8191 x 1.0 must not round."""
         angles = where.positions.double()[..., None] * self.frequencies(where.positions.device)  # (.., S, D/2)
         table = torch.promote_types(dtype, torch.float32)
-        cos, sin = (t.to(table).unsqueeze(-2) for t in (angles.cos(), angles.sin()))
+        factor = self.scaling.table_factor if self.scaling is not None else 1.0
+        cos, sin = ((t * factor).to(table).unsqueeze(-2) for t in (angles.cos(), angles.sin()))
         return where._replace(rotary=(cos, sin))
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Radians per position of each channel pair, (D/2,) float64."""
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
         frequencies = self.theta**-exponents
-        return frequencies if self.scaling is None else _scale(frequencies, self.scaling)
+        return frequencies if self.scaling is None else _scale(frequencies, self.scaling, self.theta)
 
 
 class NoRotary(nn.Module):
@@ -43,10 +45,13 @@ class NoRotary(nn.Module):
         return where
 
 
-def _scale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+def _scale(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
     slow = frequencies / scaling.factor
     if scaling.kind == "linear":
         return slow
+    if scaling.kind == "yarn":
+        kept = _yarn_kept(len(frequencies), scaling, theta).to(frequencies)
+        return (1 - kept) * slow + kept * frequencies
     # Llama 3.1: turns within the original context decide; few are slowed down, many are kept, with a ramp between.
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -59,3 +64,18 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = tables
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def _yarn_kept(pairs: int, scaling: RopeScaling, theta: float) -> Tensor:
+    """How far each channel pair keeps its frequency: 1 before the pair that turns beta_fast times, 0 after beta_slow's.
+
+    Peng et al. 2023, section 3.2, with the rounding of its code.
+    """
+
+    def pair(turns: float) -> float:
+        return pairs * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / math.log(theta)
+
+    low = max(math.floor(pair(scaling.beta_fast)), 0)
+    high = min(math.ceil(pair(scaling.beta_slow)), 2 * pairs - 1)
+    ramp = (torch.arange(pairs, dtype=torch.float64) - low) / (max(high - low, 0.001))
+    return 1 - ramp.clamp(0, 1)

@@ -33,6 +33,12 @@ CUTS: Mapping[str, Cut] = {
     "row": Cut(dim=1),
     "row_bias": Cut(partial_split=("tp",)),  # added once, after the partial sums meet
     "head": Cut(dim=0),
+    "latent": Cut(partial_split=("tp",)),
+    "router": Cut(partial_split=("tp",)),
+    "router_bias": Cut(),
+    "router_load": Cut(),
+    "expert_column": Cut(partial_split=("tp",)),
+    "expert_row": Cut(partial_split=("tp",)),
 }
 
 

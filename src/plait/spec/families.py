@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from plait.spec.errors import InvalidRun, Violation
+from plait.spec.experts import TRAINING
 from plait.spec.model import ModelSpec, RopeScaling, violations
 
 Config = dict[str, Any]
@@ -18,8 +19,9 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """One row: `fixed` fields of ModelSpec, `keys` as pairs (field, config key), the names of activations under key
-    `activation`, `defaults` for keys that a file may lack, and `only`, the values of further keys that plait can build.
+    """One row: `fixed` fields of ModelSpec, `keys` as pairs (field, config key; "moe.count" is a field of `moe`), the
+    names of activations under key `activation`, `defaults` for keys that a file may lack, `only`, the values of further
+    keys that plait can build, and `derived`, keys that follow from others.
     """
 
     architecture: str
@@ -29,7 +31,10 @@ class Family:
     activations: Mapping[str, str] = field(default_factory=lambda: {"silu": "swiglu"})
     defaults: Mapping[str, object] = field(default_factory=dict)
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    derived: frozenset[str] = frozenset()
+    also: Mapping[str, str] = field(default_factory=dict)  # other names of keys
     ffn_ratio: int | None = None  # ffn / hidden where the file does not say ffn
+    grouped: bool = False  # whether key topk_method says if groups count
 
     @property
     def rotary(self) -> bool:
@@ -75,6 +80,29 @@ _GPT2_ONLY = {
 }
 _QWEN_ONLY = {"use_sliding_window": (False,), "layer_types": ("full_attention",)}
 
+_QWEN_MOE_ONLY = {**_QWEN_ONLY, "decoder_sparse_step": (1,), "mlp_only_layers": ()}
+_LATENT_KEYS = (
+    ("latent.q_rank", "q_lora_rank"),
+    ("latent.kv_rank", "kv_lora_rank"),
+    ("latent.kept", "qk_nope_head_dim"),
+    ("latent.rotated", "qk_rope_head_dim"),
+    ("latent.value", "v_head_dim"),
+)
+_DEEPSEEK_KEYS = (
+    *(row for row in _LLAMA_KEYS if row[0] != "head_dim"),
+    *_LATENT_KEYS,
+    ("moe.count", "n_routed_experts"),
+    ("moe.top_k", "num_experts_per_tok"),
+    ("moe.ffn", "moe_intermediate_size"),
+    ("moe.shared", "n_shared_experts"),
+    ("moe.first_dense", "first_k_dense_replace"),
+    ("moe.scale", "routed_scaling_factor"),
+    ("moe.groups", "n_group"),
+    ("moe.top_groups", "topk_group"),
+)
+_DEEPSEEK_ONLY = {"attention_bias": (False,), "mlp_bias": (False,), "moe_layer_freq": (1,)}
+_DEEPSEEK_DERIVED = frozenset({"head_dim", "qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux"})
+
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -98,10 +126,52 @@ FAMILIES: dict[str, Family] = {
         defaults={"head_dim": 128},
         only=_QWEN_ONLY,
     ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {},
+        (
+            *(*_LLAMA_KEYS, ("window", "sliding_window"), ("moe.count", "num_local_experts")),
+            *(("moe.top_k", "num_experts_per_tok"), ("moe.ffn", "intermediate_size")),
+        ),
+        only={"router_jitter_noise": (0.0,)},
+        also={"num_experts": "num_local_experts"},
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {"qk_norm": True},
+        (
+            *(*_LLAMA_KEYS, *_BIAS_KEYS, ("moe.count", "num_experts"), ("moe.top_k", "num_experts_per_tok")),
+            *(("moe.ffn", "moe_intermediate_size"), ("moe.normalise", "norm_topk_prob")),
+        ),
+        defaults={"norm_topk_prob": False},
+        only=_QWEN_MOE_ONLY,
+        also={"num_local_experts": "num_experts"},
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        {"moe.normalise": False, "latent.interleaved": True},
+        _DEEPSEEK_KEYS,
+        defaults={"topk_method": "greedy"},
+        only={
+            **{**_DEEPSEEK_ONLY, "scoring_func": ("softmax",), "norm_topk_prob": (False,)},
+            "topk_method": ("greedy", "group_limited_greedy"),
+        },
+        derived=_DEEPSEEK_DERIVED,
+        grouped=True,
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        {"moe.scores": "sigmoid", "moe.bias": True, "moe.group_score": "top2"},
+        (*_DEEPSEEK_KEYS, ("moe.normalise", "norm_topk_prob"), ("latent.interleaved", "rope_interleave")),
+        only={**_DEEPSEEK_ONLY, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+        # The layers that predict further tokens stand beside the decoder, and plait leaves them out.
+        derived=_DEEPSEEK_DERIVED | {"num_nextn_predict_layers", "num_mtp_layers"},
+    ),
 }
 
 _NEEDED = {"vocab", "hidden", "layers", "heads", "ffn", "max_sequence", "norm_eps"}
-_SCALING_KEYS: dict[str, dict[str, str]] = {
+_NEEDED |= {"moe.count", "moe.top_k", "moe.ffn", "latent.kv_rank", "latent.kept", "latent.rotated", "latent.value"}
+_SCALING_KEYS: Mapping[str, Mapping[str, str]] = {
     "default": {},
     "linear": {"factor": "factor"},
     "llama3": {
@@ -110,7 +180,9 @@ _SCALING_KEYS: dict[str, dict[str, str]] = {
         "high_freq_factor": "high_freq_factor",
         "original_max_position_embeddings": "original_max_positions",
     },
+    "yarn": {"factor": "factor", "original_max_position_embeddings": "original_max_positions"},
 }
+_YARN_KEYS = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}  # which a file may lack; named alike
 _ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters"}
 # Keys that do not change what the weights compute. Qwen's window keys would, with use_sliding_window alone.
 _HARMLESS = {
@@ -119,7 +191,7 @@ _HARMLESS = {
     *("output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "is_encoder_decoder"),
     *("id2label", "label2id", "problem_type", "task_specific_params", "n_ctx", "reorder_and_upcast_attn"),
     *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
-    *("sliding_window", "max_window_layers"),
+    *("sliding_window", "max_window_layers", "output_router_logits", "router_aux_loss_coef"),
 }
 
 
@@ -130,6 +202,7 @@ def from_hf_config(config: Config) -> ModelSpec:
         known = ", ".join(FAMILIES)
         raise InvalidRun([Violation("model_type", f"{name!r} is not a family that plait knows", f"known: {known}")])
     family = FAMILIES[name]
+    config = {family.also.get(key, key): value for key, value in config.items()}
     fields, found = _fields(family, {**family.defaults, **config})
     found += _unknown_keys(family, config)
     if family.rotary:
@@ -138,7 +211,7 @@ def from_hf_config(config: Config) -> ModelSpec:
         found += refused
     if found:
         raise InvalidRun(found, "config.json")
-    spec = ModelSpec.model_validate({"family": name, **family.fixed, **fields})
+    spec = ModelSpec.model_validate(_nested({"family": name, **family.fixed, **fields}))
     if broken := violations(spec):
         raise InvalidRun(broken, "config.json")
     return spec
@@ -147,21 +220,44 @@ def from_hf_config(config: Config) -> ModelSpec:
 def to_hf_config(spec: ModelSpec) -> Config:
     """The inverse. Raises InvalidRun naming each field that the family cannot express.
 
-    Residual dropout and init_std are left out where the family has no key: they say nothing about trained weights.
+    Residual dropout, init_std and what balances experts are left out where the family has no key: they say nothing
+    about trained weights.
     """
     family = FAMILIES[spec.family]
     config: Config = {"model_type": spec.family, "architectures": [family.architecture]}
-    config |= {key: getattr(spec, name) for name, key in family.keys}
+    config |= {key: _value(spec, name) for name, key in family.keys}
+    if family.grouped and spec.moe is not None:
+        config["topk_method"] = "greedy" if spec.moe.groups == 1 else "group_limited_greedy"
     config[family.activation] = next((t for t, ours in family.activations.items() if ours == spec.mlp), None)
     if family.rotary:
         config |= {"rope_theta": spec.rope_theta, "rope_scaling": _scaling_table(spec.rope_scaling)}
-    free = {"init_std"} | ({"dropout"} - {name for name, _ in family.keys})
+    free: dict[str, Any] = dict.fromkeys({"init_std", "dropout"} - {name for name, _ in family.keys}, True)
+    free["moe"] = set(TRAINING)
     back = from_hf_config(config).model_dump(exclude=free)
     lost = [(name, value) for name, value in spec.model_dump(exclude=free).items() if back[name] != value]
     if lost:
         why = f"the family {spec.family} cannot express"
         raise InvalidRun(Violation(f"model.{name}", f"is {value}, which {why}") for name, value in lost)
     return config
+
+
+def _nested(fields: Config) -> Config:
+    """{"moe.count": 8} -> {"moe": {"count": 8}}."""
+    nested: Config = {}
+    for name, value in fields.items():
+        part, dot, inner = name.partition(".")
+        if dot:
+            nested.setdefault(part, {})[inner] = value
+        else:
+            nested[name] = value
+    return nested
+
+
+def _value(spec: ModelSpec, name: str) -> Any:
+    """The field of that name; None where the part that it belongs to is not there."""
+    part, dot, inner = name.partition(".")
+    value = getattr(spec, part)
+    return getattr(value, inner) if dot and value is not None else value
 
 
 def _fields(family: Family, values: Config) -> tuple[Config, list[Violation]]:
@@ -176,6 +272,8 @@ def _fields(family: Family, values: Config) -> tuple[Config, list[Violation]]:
             fields[name] = family.ffn_ratio * fields.get("hidden", 0)
         elif value is None and name in _NEEDED:
             found.append(Violation(key, "is missing"))
+    if family.grouped and values.get("topk_method") == "greedy":
+        fields |= {"moe.groups": 1, "moe.top_groups": 1}
     activation = values.get(family.activation) or next(iter(family.activations))
     fields["mlp"] = family.activations.get(activation)
     if fields["mlp"] is None:
@@ -185,7 +283,7 @@ def _fields(family: Family, values: Config) -> tuple[Config, list[Violation]]:
 
 
 def _unknown_keys(family: Family, config: Config) -> Iterator[Violation]:
-    known = {key for _, key in family.keys} | {family.activation} | _HARMLESS
+    known = {key for _, key in family.keys} | {family.activation} | _HARMLESS | family.derived
     known |= _ROPE_KEYS if family.rotary else set()
     for key, value in config.items():
         if value is None or key in known:
@@ -194,7 +292,7 @@ def _unknown_keys(family: Family, config: Config) -> Iterator[Violation]:
         if can is None:
             yield Violation(key, f"is {value!r}, a key that plait does not know for this family")
         elif any(v not in can for v in (value if isinstance(value, list) else [value])):
-            yield Violation(key, f"is {value!r}, and plait can only build {can[0]!r}")
+            yield Violation(key, f"is {value!r}, and plait can only build {can[0] if can else []!r}")
 
 
 def _rope(config: Config) -> tuple[Config, list[Violation]]:
@@ -208,15 +306,19 @@ def _rope(config: Config) -> tuple[Config, list[Violation]]:
         return {}, [Violation("rope_scaling", f"{kind!r} is a kind that plait does not know", f"known: {known}")]
     keys = _SCALING_KEYS[kind]
     found = [Violation(f"rope_scaling.{key}", "is missing") for key in keys if key not in table]
-    found += [Violation(f"rope_scaling.{key}", f"is a key that {kind!r} does not have") for key in table.keys() - keys]
+    more = _YARN_KEYS & table.keys() if kind == "yarn" else set()
+    left = table.keys() - keys - more
+    found += [Violation(f"rope_scaling.{key}", f"is a key that {kind!r} does not have") for key in left]
     if found or kind == "default":
         return {"rope_theta": theta}, found
     scaling = {"kind": kind, **{name: table[key] for key, name in keys.items()}}
+    scaling |= {key: float(table[key]) for key in more if table[key] is not None}
     return {"rope_theta": theta, "rope_scaling": scaling}, []
 
 
 def _scaling_table(scaling: RopeScaling | None) -> Config | None:
     if scaling is None:
         return None
-    names = _SCALING_KEYS[scaling.kind]
-    return {"rope_type": scaling.kind} | {key: getattr(scaling, name) for key, name in names.items()}
+    names = {**_SCALING_KEYS[scaling.kind], **{key: key for key in _YARN_KEYS if scaling.kind == "yarn"}}
+    values = {key: getattr(scaling, name) for key, name in names.items()}
+    return {"rope_type": scaling.kind} | {key: value for key, value in values.items() if value}

@@ -92,9 +92,10 @@ def _split_violations(run: RunSpec) -> list[Violation]:
     if model.heads % tp or gcd(tp, model.kv_heads) not in (tp, model.kv_heads):
         legal = [n for n in divisors(model.heads) if gcd(n, model.kv_heads) in (n, model.kv_heads)]
         found.append(Violation("layout.tp", _tp_problem(model, tp), f"use {neighbours(legal, tp)}"))
-    for name, size in (("ffn", model.ffn), ("vocab", model.vocab)):
+    for name, size in _cut_over_tp(run):
         if size < tp:
             found.append(Violation("layout.tp", f"tp {tp} is more than {name} {size}", f"use tp ≤ {size}"))
+    found += _expert_violations(run)
     if stages > model.layers:
         chunks = run.schedule.chunks
         fix = f"pp ≤ {model.layers // chunks}" if chunks <= model.layers else f"schedule.chunks ≤ {model.layers}"
@@ -109,6 +110,31 @@ def _split_violations(run: RunSpec) -> list[Violation]:
     if asked.ulysses > 1 and model.heads % (tp * asked.ulysses):
         problem = f"tp·ulysses {tp * asked.ulysses} does not divide heads {model.heads}"
         found.append(Violation("layout.ulysses", problem, f"use {nearest_divisors(model.heads // tp, asked.ulysses)}"))
+    return found
+
+
+def _cut_over_tp(run: RunSpec) -> list[tuple[str, int]]:
+    """Sizes of which every tp rank must get at least 1."""
+    model, moe = run.model, run.model.moe
+    sizes = [("vocab", model.vocab)]
+    if moe is None or moe.first_dense:
+        sizes.append(("ffn", model.ffn))
+    if moe is not None and moe.shared:
+        sizes.append(("shared ffn", moe.shared * moe.ffn))
+    return sizes
+
+
+def _expert_violations(run: RunSpec) -> list[Violation]:
+    """Every ep rank holds as many experts as the next. A model without any does not care."""
+    moe, ep, etp = run.model.moe, run.layout.ep, run.layout.etp
+    if moe is None:
+        return []
+    found = []
+    if moe.count % ep:
+        problem = f"ep {ep} does not divide experts {moe.count}"
+        found.append(Violation("layout.ep", problem, f"use {nearest_divisors(moe.count, ep)}"))
+    if etp > moe.ffn:
+        found.append(Violation("layout.etp", f"etp {etp} is more than an expert's ffn {moe.ffn}", "use 1"))
     return found
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from plait.spec.model import ModelSpec
+from plait.spec.model import ModelSpec, TensorSpec
 
-_MATRICES = {"q", "kv", "column", "row", "head"}
+_MATRICES = {"q", "kv", "column", "row", "head", "latent", "router", "expert_column", "expert_row"}
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,22 @@ class Flops:
 
 def flops_per_token(spec: ModelSpec, sequence: int) -> Flops:
     """Mean over the tokens of a row of `sequence` tokens that is one document."""
-    pairs = _keys_doubled(spec, sequence) * spec.layers * spec.heads * spec.head_dim
-    return Flops(weights=2 * matmul_parameters(spec), attention=2 * pairs)
+    channels = spec.heads * (spec.head_dim + spec.value_dim)  # of the scores, and of the sum of values
+    pairs = _keys_doubled(spec, sequence) * spec.layers * channels
+    return Flops(weights=2 * matmul_parameters(spec), attention=pairs)
 
 
 def matmul_parameters(spec: ModelSpec) -> int:
-    """Elements of weights that a token is multiplied with; the head counts whether or not it is tied."""
-    matrices = sum(t.size for t in spec.parameters() if t.role in _MATRICES and len(t.shape) == 2)
+    """Elements of weights that a token is multiplied with: of its experts only; the head whether or not it is tied."""
+    matrices = sum(_met(t, spec) for t in spec.parameters() if t.role in _MATRICES and len(t.shape) > 1)
     return matrices + (spec.vocab * spec.hidden if spec.tied else 0)
+
+
+def _met(tensor: TensorSpec, spec: ModelSpec) -> int:
+    if len(tensor.shape) < 3:
+        return tensor.size
+    assert spec.moe is not None, f"{tensor.name} is not of a mixture"
+    return tensor.size // spec.moe.count * spec.moe.top_k
 
 
 def _keys_doubled(spec: ModelSpec, sequence: int) -> int:

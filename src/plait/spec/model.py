@@ -16,6 +16,8 @@ from pydantic import model_validator
 
 from plait.spec.base import Spec
 from plait.spec.errors import Violation
+from plait.spec.experts import Experts, expert_rows, expert_violations
+from plait.spec.latent import Latent, latent_rows, latent_violations
 
 Part = Literal["embedding", "block", "head"]
 
@@ -32,7 +34,15 @@ ROLES = {
     "row": "matrix that leads back to hidden, split by input (d, n)",
     "row_bias": "bias added once after a row matrix's partial sums (d,)",
     "head": "output projection (V, d), rows by token",
+    "latent": "projection down to a vector that all heads share (r, d)",
+    "router": "scores of the experts (E, d)",
+    "router_bias": "what the choice of experts adds to their scores (E,), a buffer",
+    "router_load": "share of choices that each expert got in the step before (E,), a buffer",
+    "expert_column": "first matrices of all experts of a layer, each split by output (E, ffn, d)",
+    "expert_row": "last matrices of all experts of a layer, each split by input (E, d, ffn)",
 }
+
+BUFFERS = ("router_bias", "router_load")  # roles of what is kept and not trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +72,32 @@ class RopeScaling(Spec):
     """How rotary frequencies are stretched beyond the length a model was first trained on.
 
     "linear" divides every frequency by `factor`; "llama3" only the low ones, with a ramp between the two wavelengths
-    original_max_positions / low_freq_factor and / high_freq_factor.
+    original_max_positions / low_freq_factor and / high_freq_factor; "yarn" (Peng et al. 2023) with a ramp between the
+    channels that turn beta_fast and beta_slow times in original_max_positions, and queries and keys grow by its mscale.
     """
 
-    kind: Literal["llama3", "linear"]
+    kind: Literal["llama3", "linear", "yarn"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+
+    def growth(self, mscale: float) -> float:
+        """YaRN's factor of attention for a context `factor` times as long."""
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+    @property
+    def table_factor(self) -> float:
+        """What cosines and sines are multiplied by."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.mscale and self.mscale_all_dim:
+            return self.growth(self.mscale) / self.growth(self.mscale_all_dim)
+        return self.growth(1.0)
 
 
 class ModelSpec(Spec):
@@ -95,6 +123,8 @@ class ModelSpec(Spec):
     out_bias: bool = False
     mlp_bias: bool = False
     window: int | None = None  # a token attends to itself and the window - 1 tokens before it
+    latent: Latent | None = None  # attention through latents; then kv_heads = heads
+    moe: Experts | None = None  # experts in place of the MLP; `ffn` is that of the blocks which keep it
     tied: bool = False
     dropout: float = 0.0  # after the embedding and before each residual addition
     attention_dropout: float = 0.0  # on attention probabilities
@@ -109,9 +139,22 @@ class ModelSpec(Spec):
         filled = dict(given)
         if isinstance(heads, int):
             filled.setdefault("kv_heads", heads)
-            if isinstance(hidden, int) and heads > 0 and hidden % heads == 0:
+            latent = given.get("latent")
+            sizes = dict(latent) if isinstance(latent, Latent | dict) else {}
+            if isinstance(sizes.get("kept"), int) and isinstance(sizes.get("rotated"), int):
+                filled.setdefault("head_dim", sizes["kept"] + sizes["rotated"])
+            elif isinstance(hidden, int) and heads > 0 and hidden % heads == 0:
                 filled.setdefault("head_dim", hidden // heads)
         return filled
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of one head's value."""
+        return self.head_dim if self.latent is None else self.latent.value
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether block `layer` has experts in place of the MLP."""
+        return self.moe is not None and layer >= self.moe.first_dense
 
     def parameters(self) -> tuple[TensorSpec, ...]:
         """Every weight and persistent buffer, in model order: embedding, blocks 0 … layers-1, head."""
@@ -153,18 +196,30 @@ def _block(spec: ModelSpec, layer: int) -> Iterator[TensorSpec]:
     at = f"blocks.{layer}"
 
     def tensor(name: str, shape: tuple[int, ...], role: str, home: str | None = None) -> TensorSpec:
-        return TensorSpec(f"{at}.{name}", shape, role, layer, "block", f"{at}.{home or name}")
+        kind: Literal["weight", "buffer"] = "buffer" if role in BUFFERS else "weight"
+        return TensorSpec(f"{at}.{name}", shape, role, layer, "block", f"{at}.{home or name}", None, kind)
 
     for name, shape, role in _norm("attention_norm", spec):
         yield tensor(name, shape, role)
     yield from (tensor(*row) for row in _attention(spec))
     for name, shape, role in _norm("mlp_norm", spec):
         yield tensor(name, shape, role)
-    yield from (tensor(*row) for row in _mlp(spec))
+    if spec.moe is not None and spec.has_experts(layer):
+        yield from (tensor(*row) for row in expert_rows(spec.moe, spec.hidden, spec.mlp == "swiglu"))
+    else:
+        yield from (tensor(*row) for row in _mlp(spec))
 
 
 def _attention(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...], str, str]]:
     """Rows of (name, shape, role, home) inside a block."""
+    if spec.latent is not None:
+        yield from latent_rows(spec.latent, spec.hidden, spec.heads)
+    else:
+        yield from _projections(spec)
+    yield from _row("attention.out", (spec.hidden, spec.heads * spec.value_dim), spec.out_bias)
+
+
+def _projections(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...], str, str]]:
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
         for name, rows, role in (("q", q, "q"), ("k", kv, "kv"), ("v", kv, "kv")):
@@ -173,7 +228,6 @@ def _attention(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...], str, str
     if spec.qk_norm:
         for name in ("attention.q_norm.weight", "attention.k_norm.weight"):
             yield name, (spec.head_dim,), "qk_norm", name
-    yield from _row("attention.out", (spec.hidden, q), spec.out_bias)
 
 
 def _mlp(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...], str, str]]:
@@ -224,7 +278,26 @@ def violations(spec: ModelSpec) -> list[Violation]:
     for name in ("dropout", "attention_dropout"):
         if not 0.0 <= (value := getattr(spec, name)) < 1.0:
             found.append(Violation(f"model.{name}", f"is {value}, outside 0 … 1 (1 excluded)", "use 0.1"))
+    if spec.latent is not None:
+        found += latent_violations(spec.latent, spec.heads, spec.kv_heads, spec.head_dim)
+        found += _latent_clashes(spec)
+    if spec.moe is not None:
+        found += expert_violations(spec.moe, spec.layers)
+        if spec.mlp_bias:
+            found.append(Violation("model.mlp_bias", "is true, and experts have no biases", "set it to false"))
     return found + _scalar_violations(spec)
+
+
+def _latent_clashes(spec: ModelSpec) -> list[Violation]:
+    """Parts of attention that latents have no place for."""
+    found = [
+        Violation(f"model.{name}", "is true, and attention through latents has none", "set it to false")
+        for name in ("qk_norm", "qkv_bias")
+        if getattr(spec, name)
+    ]
+    if spec.positions != "rotary":
+        found.append(Violation("model.positions", f"is {spec.positions!r}, and latents rotate", "use 'rotary'"))
+    return found
 
 
 def _scalar_violations(spec: ModelSpec) -> list[Violation]:
