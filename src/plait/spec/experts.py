@@ -14,7 +14,8 @@ from plait.spec.nearest import nearest_divisors
 
 
 class Experts(Spec):
-    """Blocks `first_dense` … layers-1 have `count` experts of inner size `ffn` in place of the MLP.
+    """Of the blocks `first_dense` … layers-1 every `every`-th of the model has `count` experts of inner size `ffn` in
+    place of the MLP (with 2: blocks 1, 3, 5, …).
 
     A token goes to the `top_k` experts of highest score (plus `bias`, a buffer that only the choice sees), among the
     experts of the `top_groups` best of `groups` (a group's score is its best, or the sum of its two best; DeepSeek-V2
@@ -32,6 +33,7 @@ class Experts(Spec):
     ffn: int
     shared: int = 0
     first_dense: int = 0
+    every: int = 1
     scores: Literal["softmax", "sigmoid"] = "softmax"
     normalise: bool = True
     scale: float = 1.0
@@ -74,7 +76,7 @@ def expert_rows(moe: Experts, hidden: int, gated: bool) -> Iterator[tuple[str, t
 
 def expert_violations(moe: Experts, layers: int) -> list[Violation]:
     """Every reason why these experts cannot be built into `layers` blocks."""
-    at_least_one = ("count", "top_k", "ffn", "groups", "top_groups")
+    at_least_one = ("count", "top_k", "ffn", "every", "groups", "top_groups")
     found = [
         Violation(f"model.moe.{name}", f"is {value}, but at least 1 is needed", "use 1 or more")
         for name in at_least_one

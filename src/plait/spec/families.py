@@ -80,7 +80,7 @@ _GPT2_ONLY = {
 }
 _QWEN_ONLY = {"use_sliding_window": (False,), "layer_types": ("full_attention",)}
 
-_QWEN_MOE_ONLY = {**_QWEN_ONLY, "decoder_sparse_step": (1,), "mlp_only_layers": ()}
+_QWEN_MOE_ONLY = {**_QWEN_ONLY, "mlp_only_layers": ()}
 _LATENT_KEYS = (
     ("latent.q_rank", "q_lora_rank"),
     ("latent.kv_rank", "kv_lora_rank"),
@@ -141,6 +141,7 @@ FAMILIES: dict[str, Family] = {
         {"qk_norm": True},
         (
             *(*_LLAMA_KEYS, *_BIAS_KEYS, ("moe.count", "num_experts"), ("moe.top_k", "num_experts_per_tok")),
+            ("moe.every", "decoder_sparse_step"),
             *(("moe.ffn", "moe_intermediate_size"), ("moe.normalise", "norm_topk_prob")),
         ),
         defaults={"norm_topk_prob": False},

@@ -117,7 +117,7 @@ def _cut_over_tp(run: RunSpec) -> list[tuple[str, int]]:
     """Sizes of which every tp rank must get at least 1."""
     model, moe = run.model, run.model.moe
     sizes = [("vocab", model.vocab)]
-    if moe is None or moe.first_dense:
+    if moe is None or moe.first_dense or moe.every > 1:
         sizes.append(("ffn", model.ffn))
     if moe is not None and moe.shared:
         sizes.append(("shared ffn", moe.shared * moe.ffn))

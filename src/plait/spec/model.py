@@ -117,7 +117,7 @@ class ModelSpec(Spec):
     positions: Literal["rotary", "learned"] = "rotary"
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
-    mlp: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
+    mlp: Literal["swiglu", "gelu", "gelu_tanh", "relu", "relu2"] = "swiglu"
     qk_norm: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
@@ -154,7 +154,8 @@ class ModelSpec(Spec):
 
     def has_experts(self, layer: int) -> bool:
         """Whether block `layer` has experts in place of the MLP."""
-        return self.moe is not None and layer >= self.moe.first_dense
+        moe = self.moe
+        return moe is not None and layer >= moe.first_dense and (layer + 1) % moe.every == 0
 
     def parameters(self) -> tuple[TensorSpec, ...]:
         """Every weight and persistent buffer, in model order: embedding, blocks 0 … layers-1, head."""

@@ -1,0 +1,257 @@
+"""Bytes on one device, stage by stage and line by line: what a rank of each pipeline position holds at its peak.
+
+Model states follow from the table of cuts and the ZeRO stage; activations from what each block keeps for its backward
+pass (Korthikanti et al. 2022, section 4, term by term), times the micro-batches that the schedule really holds.
+Lines sum to the total; what a stack reserves without using it is a line of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from plait.placement.cuts import piece
+from plait.planner.ground import Ground
+from plait.planner.job import Job
+from plait.planner.shape import Block, Shape, Split
+from plait.planner.stack import Stack
+from plait.schedule.generators import GENERATORS, Size
+
+LINES = (
+    "weights", "gradients", "master", "moments", "gathered", "activations", "recomputed", "logits", "workspace",
+    "communication", "context", "reserve",
+)  # fmt: skip
+
+# Recompute mode -> the parts of a block that are not kept.
+RECOMPUTED: Mapping[str, tuple[str, ...]] = {"none": (), "selective": ("attention",), "full": ("block",)}
+
+
+class StageBytes(NamedTuple):
+    """One pipeline position: bytes by line, in the order of LINES."""
+
+    weights: float
+    gradients: float
+    master: float
+    moments: float
+    gathered: float
+    activations: float
+    recomputed: float
+    logits: float
+    workspace: float
+    communication: float
+    context: float
+    reserve: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+    @property
+    def allocated(self) -> float:
+        """What the allocator has handed out at the peak: all but the context and what is reserved unused."""
+        return sum(self) - self.context - self.reserve
+
+
+@dataclass(frozen=True)
+class Memory:
+    """All pipeline positions against a device's limit, bytes."""
+
+    stages: tuple[StageBytes, ...]
+    limit: float
+
+    @property
+    def worst(self) -> int:
+        """The first position with the most bytes."""
+        return max(range(len(self.stages)), key=lambda pp: self.stages[pp].total)
+
+    @property
+    def headroom(self) -> float:
+        return self.limit - self.stages[self.worst].total
+
+    @property
+    def verdict(self) -> str:
+        """fits; tight: only where nothing is lost between allocated blocks; or no."""
+        worst = self.stages[self.worst]
+        return "fits" if worst.total <= self.limit else "tight" if worst.total - worst.reserve <= self.limit else "no"
+
+
+def parts_recomputed(mode: str) -> tuple[str, ...]:
+    """What a recompute mode does not keep; a list is written with plus signs."""
+    return RECOMPUTED.get(mode, tuple(mode.split("+")))
+
+
+def memory(ground: Ground, job: Job) -> Memory:
+    """The peak of every pipeline position of one replica."""
+    return Memory(tuple(stage_bytes(ground, job, pp) for pp in range(job.pp)), ground.cluster.device.memory)
+
+
+def stage_layers(shape: Shape, job: Job, pp: int) -> tuple[range, ...]:
+    """The blocks of each chunk of one pipeline position, as `placement.stage_map` deals them out."""
+    stages = job.pp * job.chunks
+    return tuple(range(*piece(len(shape.layers), stages, chunk * job.pp + pp)) for chunk in range(job.chunks))
+
+
+def live_stages(job: Job, pp: int) -> float:
+    """Inputs of whole positions (all its chunks) that a rank holds at once: a chunk counts as its share."""
+    name = job.schedule if job.chunks == 1 or job.schedule != "1f1b" else "interleaved"
+    if name in GENERATORS:
+        return GENERATORS[name].peak_live(Size(job.pp, job.micro_batches, job.chunks), pp) / job.chunks
+    warm_up = 2 * (job.pp - pp - 1) + (job.chunks - 1) * job.pp + 1
+    return min(job.micro_batches * job.chunks, warm_up) / job.chunks
+
+
+def stage_bytes(ground: Ground, job: Job, pp: int) -> StageBytes:
+    """The peak of one pipeline position, by line."""
+    shape, stack = ground.shape, ground.stack
+    split = job.split(shape)
+    chunks = stage_layers(shape, job, pp)
+    kinds = shape.count(layer for chunk in chunks for layer in chunk)
+    first, last = pp == 0, pp == job.pp - 1
+    elements = _elements(shape, split, kinds, first, last)
+    kept, working = _activations(ground, job, kinds)
+    logits = stack.logit_bytes * job.tokens * shape.spec.vocab / job.tp if last else 0.0
+    lines = (
+        *states(job, stack, elements),
+        _gathered(ground, job, split),
+        live_stages(job, pp) * kept,
+        working,
+        logits,
+        _workspace(shape, job, stack),
+        _communication(shape, job),
+    )
+    allocated = sum(lines)
+    return StageBytes(*lines, context=stack.context, reserve=stack.fragments * allocated)
+
+
+def _elements(shape: Shape, split: Split, kinds: tuple[int, ...], first: bool, last: bool) -> tuple[int, int]:
+    """(dense, expert) elements of one rank of a position."""
+    dense = experts = 0
+    for block, count in zip(shape.kinds, kinds, strict=True):
+        own = block.elements(split)
+        dense += count * own[0]
+        experts += count * own[1]
+    dense += shape.embedding_elements(split) if first else 0
+    dense += shape.head_elements(split, with_embedding=first) if last else 0
+    return dense, experts
+
+
+def states(job: Job, stack: Stack, elements: tuple[int, int]) -> tuple[float, float, float, float]:
+    """Bytes of weights, gradients, master copy and moments of (dense, expert) elements on one rank."""
+    sizes = (
+        job.width,
+        max(stack.grad_bytes, min(job.width, 4)),
+        4.0 if job.width < 4 else 0.0,
+        2 * max(4.0, job.width),
+    )
+    copies = stack.fp8_copies if job.compute in ("float8", "float4") else 0.0
+    from_stage = (3, 2, 1, 1)
+    found = []
+    for size, since in zip(sizes, from_stage, strict=True):
+        dense, experts = elements
+        if job.zero >= since:
+            dense, experts = -(-dense // job.shards), -(-experts // min(job.expert_copies, job.shards))
+        found.append(size * (dense + experts))
+    found[0] += copies * sum(elements) * (job.zero < 3)
+    return found[0], found[1], found[2], found[3]
+
+
+def _gathered(ground: Ground, job: Job, split: Split) -> float:
+    """ZeRO 3: the weights of the block at work and of the next one, and the gradient of one before it is sharded."""
+    if job.zero < 3 or job.shards == 1:
+        return 0.0
+    shape, stack = ground.shape, ground.stack
+    largest = max(sum(block.elements(split)) for block in shape.kinds)
+    outside = max(shape.embedding_elements(split), shape.head_elements(split, with_embedding=False))
+    blocks = len(shape.layers) / job.pp if job.keep else 2
+    return max(blocks * largest, outside + largest) * job.width + max(largest, outside) * stack.reduce_bytes
+
+
+def _activations(ground: Ground, job: Job, kinds: tuple[int, ...]) -> tuple[float, float]:
+    """Bytes that one micro-batch keeps in all blocks of a position, and the working set of one recomputed block."""
+    shape, parts = ground.shape, parts_recomputed(job.recompute)
+    whole = "block" in parts
+    kept = working = 0.0
+    remaining = sum(kinds) if job.recompute_layers < 0 else min(sum(kinds), job.recompute_layers)
+    for block, count in zip(shape.kinds, kinds, strict=True):
+        if not count:
+            continue
+        full = block_bytes(ground, block, job, () if whole else parts)
+        short = min(count, remaining) if whole else 0
+        remaining -= short
+        entry = job.width * shape.spec.hidden * job.tokens / (job.tp if job.sequence_parallel else 1)
+        kept += (count - short) * full + short * entry
+        if short:
+            working = max(working, full - entry)
+    return kept, working
+
+
+def block_bytes(ground: Ground, block: Block, job: Job, dropped: tuple[str, ...]) -> float:
+    """What one block keeps of one micro-batch for its backward pass, bytes on one rank."""
+    how = _Saved(job.width, job.tp, job.sequence_parallel, job.sequence, ground.stack.attention, dropped)
+    return job.tokens * _bytes_per_token(ground.shape, block, how)
+
+
+class _Saved(NamedTuple):
+    """All that the bytes per token of a block depend on: the key of a small cache."""
+
+    width: float
+    tp: int
+    sequence_parallel: bool
+    sequence: int
+    attention: str
+    dropped: tuple[str, ...]
+
+
+@lru_cache(maxsize=4096)
+def _bytes_per_token(shape: Shape, block: Block, how: _Saved) -> float:
+    spec, width, tp = shape.spec, how.width, how.tp
+    whole = tp if how.sequence_parallel else 1  # what is cut where tokens between products are
+    hidden = spec.hidden
+    norms = 0 if "norm" in how.dropped else 2
+    total = (2 + norms) * hidden * width / whole  # what enters both norms, and what leaves them
+    total += 2 * hidden / whole if spec.dropout else 0  # masks of a byte
+    latents = sum(m.out for m in block.matrices if m.role == "latent")
+    total += 2 * latents * width
+    keys = spec.heads if spec.latent else spec.kv_heads
+    heads = spec.heads * (spec.head_dim + spec.value_dim) + keys * (spec.head_dim + spec.value_dim)
+    total += heads * width / tp
+    if how.attention == "unfused" and "attention" not in how.dropped:
+        total += spec.heads * how.sequence * (2 * width + (1 if spec.attention_dropout else 0)) / tp
+    elif how.attention != "unfused":
+        total += 4 * spec.heads / tp
+    inner = 3 if shape.gated else 2
+    inner -= 1 if "activation" in how.dropped else 0
+    total += inner * width * sum(m.out for m in block.matrices if m.role == "column") / (2 if shape.gated else 1) / tp
+    if block.has_experts and spec.moe is not None:
+        total += _expert_bytes(shape, how, inner) / whole
+    return total
+
+
+def _expert_bytes(shape: Shape, how: _Saved, inner: int) -> float:
+    """Tokens as they arrive at experts, the experts' inner sizes, and what they send back."""
+    moe = shape.spec.moe
+    assert moe is not None
+    arrived = 2 * shape.spec.hidden * how.width
+    return moe.top_k * (arrived + inner * moe.ffn * how.width) + 4 * moe.count
+
+
+def _workspace(shape: Shape, job: Job, stack: Stack) -> float:
+    """The largest weight gradient of a block before it is added up, and the gradient of an MLP's first product."""
+    spec = shape.spec
+    gated = 2 if shape.gated else 1
+    inner = max((m.out for block in shape.kinds for m in block.matrices if m.role == "column"), default=spec.ffn)
+    weight = stack.wgrad_bytes * gated * inner * spec.hidden / job.tp
+    flowing = job.width * job.tokens * gated * inner / job.tp
+    return weight + flowing
+
+
+def _communication(shape: Shape, job: Job) -> float:
+    """Gathered inputs of sequence parallelism, messages between stages, keys and values of other context ranks."""
+    spec = shape.spec
+    message = job.width * job.tokens * spec.hidden
+    gathered = message if job.sequence_parallel and job.tp > 1 else 0.0
+    between = 2 * message / (job.tp if job.sequence_parallel else 1) if job.pp > 1 else 0.0
+    others = 2 * job.width * job.tokens * spec.kv_heads * spec.head_dim * 2 / job.tp if job.cp > 1 else 0.0
+    return gathered + between + others

@@ -1,0 +1,64 @@
+"""Seconds of collectives on the wires of a cluster, at the catalogue's bandwidth: what no protocol can beat.
+
+A ring sends 2·S·(n-1)/n bytes from each rank for an all-reduce, half of it for an all-gather or a reduce-scatter. Where
+a group spans domains its `inside` ranks of one domain share the bytes that leave it, each on its own port, up to what
+the fast links carry. How much of this a real library reaches is a constant elsewhere.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from plait.planner.ground import Ground
+
+
+class Wires(NamedTuple):
+    """What a group of ranks sends over: bytes per second of one rank, seconds of one message, ranks of one domain."""
+
+    bandwidth: float
+    latency: float
+    inside: int
+    ranks: int
+
+    def gather(self, size: float) -> float:
+        """Seconds of an all-gather to `size` bytes, or of a reduce-scatter from it."""
+        n = self.ranks
+        return size * (n - 1) / n / self.bandwidth
+
+    def reduce(self, size: float) -> float:
+        """Seconds of an all-reduce of `size` bytes."""
+        return 2 * self.gather(size)
+
+    @property
+    def start(self) -> float:
+        """Seconds that the messages of one collective wait for each other: a tree over domains, a ring inside."""
+        if self.ranks == 1:
+            return 0.0
+        return self.latency * max(1, (self.ranks - 1).bit_length())
+
+
+@lru_cache(maxsize=65536)
+def wires(ground: Ground, ranks: int, stride: int) -> Wires:
+    """The wires of a group of `ranks`, `stride` apart: rings pass every rank, so the narrowest link decides."""
+    cluster = ground.cluster
+    if ranks == 1:
+        return Wires(cluster.links[0].bandwidth, 0.0, 1, 1)
+    fast, link = cluster.links[0], cluster.link(ranks, stride)
+    domain = fast.domain or ranks * stride
+    inside = max(1, min(ranks, domain // stride))
+    if link is fast:
+        return Wires(fast.bandwidth, fast.latency, ranks, ranks)
+    return Wires(min(fast.bandwidth, inside * link.bandwidth), link.latency, inside, ranks)
+
+
+def exchange(ground: Ground, ranks: int, stride: int, size: float) -> float:
+    """Seconds of an all-to-all in which each rank has `size` bytes for all together, its own share included."""
+    if ranks == 1:
+        return 0.0
+    cluster = ground.cluster
+    fast, link = cluster.links[0], cluster.link(ranks, stride)
+    inside = max(1, min(ranks, (fast.domain or ranks * stride) // stride))
+    if link is fast:
+        return size * (ranks - 1) / ranks / fast.bandwidth
+    return max(size * (ranks - inside) / ranks / link.bandwidth, size * (inside - 1) / ranks / fast.bandwidth)

@@ -1,0 +1,370 @@
+"""A table of published runs (CSV) as jobs that can be predicted: what a row leaves open is assumed, and said so.
+
+A row that says too little, or runs what the planner does not model, is refused with the reason. Nothing here looks at
+what a row measured to decide how it ran.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import gcd
+from pathlib import Path
+
+from plait.planner.ground import Ground
+from plait.planner.job import Job
+from plait.planner.memory import memory
+from plait.planner.shape import shape_of
+from plait.planner.stack import Stack, load_stack
+from plait.spec.cluster import Cluster, load_cluster
+from plait.spec.errors import UsageError
+from plait.spec.model import ModelSpec
+from plait.spec.nearest import divisors
+
+Cells = Mapping[str, str]
+
+CLUSTERS: Mapping[str, str] = {
+    "V100": "v100-dgx", "A100": "a100-80-dgx", "H100": "h100-dgx", "H200": "h200-dgx", "H800": "h800",
+    "B200": "b200-dgx", "B300": "b300-dgx", "GB200": "gb200-nvl72", "GB300": "gb300-nvl72", "MI300X": "mi300x",
+}  # fmt: skip
+
+# How a source writes a network -> bytes per second of one GPU in one direction.
+NETWORKS: tuple[tuple[str, Callable[[re.Match[str], int], float]], ...] = (
+    (r"(\d+)x(\d+)\s*G(?:b/s)?\b.*(?:/|per )node", lambda m, node: float(m[1]) * float(m[2]) / 8 / node),
+    (r"(\d+)x\D*(\d+)\s*Gb/s per node", lambda m, node: float(m[1]) * float(m[2]) / 8 / node),
+    (r"(\d+)x OmniPath (\d+)", lambda m, node: float(m[1]) * float(m[2]) / 8 / node),
+    (r"(\d+)\s*G(?:bps)?/node|(\d+)\s*Gbps/node", lambda m, node: float(m[1] or m[2]) / 8 / node),
+    (r"(\d+)G(?:b/s)?/GPU", lambda m, node: float(m[1]) / 8),
+    (r"TCPX", lambda m, node: 4 * 200 / 8 / node),
+    (r"^(\d+) Gbps$", lambda m, node: float(m[1]) / 8 / node),
+)
+
+STACKS: tuple[tuple[str, str], ...] = (  # pattern of "framework version" -> profile; the first that matches
+    (r"Megatron-LM.*(2020|2021|6985e589|SC21)", "megatron-2021"),
+    (r"Megatron-DeepSpeed", "megatron-deepspeed"),
+    (r"MegaScale", "megascale"),
+    (r"Megatron|NeMo(?! AutoModel)|HAI-LLM|Megatron-Bridge", "megatron"),
+    (r"AutoModel|torchtitan|Meta internal|TorchTitan", "torchtitan"),
+    (r"llm-foundry", "llm-foundry"),
+    (r"fms-fsdp|FSDP", "fsdp"),
+    (r"DeepSpeed|gpt-neox", "deepspeed"),
+    (r"MaxText|PaXML|Paxml|JAX", "maxtext"),
+    (r"InternEvo", "internevo"),
+)
+
+DTYPES: tuple[tuple[str, str], ...] = (("FP4", "float4"), ("FP8", "float8"), ("FP16", "float16"), ("BF16", "bfloat16"))
+
+DENSE_OR_MOE = {"dense", "moe", "moe-mla"}
+
+
+@dataclass(frozen=True)
+class Published:
+    """One row as the planner sees it. `measured` is seconds of a step, None where the run failed or says nothing."""
+
+    id: str
+    source: str
+    cells: Cells
+    ground: Ground
+    job: Job
+    measured: float | None
+    assumed: tuple[str, ...]
+
+    @property
+    def cell(self) -> Callable[[str], str]:
+        return lambda name: self.cells.get(name, "")
+
+    @property
+    def dense(self) -> bool:
+        return self.cells["arch"] == "dense"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """One row that cannot be predicted, and why."""
+
+    id: str
+    source: str
+    cells: Cells
+    reason: str
+
+
+def read_rows(path: Path) -> list[Cells]:
+    """The rows of a table, in its order. Raises UsageError where it is no such table."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from error
+    needed = {"id", "source", "gpu", "n_gpus", "layers", "hidden", "tp", "pp"}
+    if not rows or not needed <= rows[0].keys():
+        lacking = ", ".join(sorted(needed - (rows[0].keys() if rows else set())))
+        raise UsageError(f"{path}: {len(rows)} rows, columns that are missing: {lacking}")
+    return list(rows)
+
+
+class _Unclear(Exception):
+    """A row that says too little; turned into Refused where it is read."""
+
+
+def interpret(cells: Cells) -> Published | Refused:
+    """A row as a job on a cluster and a stack, with what was assumed."""
+    try:
+        return _interpret(cells)
+    except _Unclear as why:
+        return Refused(cells["id"], cells["source"], cells, str(why))
+
+
+def _interpret(cells: Cells) -> Published:
+    if cells.get("arch") not in DENSE_OR_MOE:
+        raise _Unclear(f"architecture {cells.get('arch')!r} is not modelled")
+    if cells.get("task") == "lora":
+        raise _Unclear("only adapters are trained, which is not modelled")
+    assumed: list[str] = []
+    model = _model(cells)
+    stack = _stack(cells)
+    cluster = _cluster(cells)
+    ground = _ground(model, stack, cluster)
+    job = _job(cells, ground, assumed)
+    measured = _seconds(cells, model, job)
+    if measured is None and not cells.get("status") and not cells.get("peak_mem_gib"):
+        raise _Unclear("no step time, and no figure that one follows from")
+    return Published(cells["id"], cells["source"], cells, ground, job, measured, tuple(assumed))
+
+
+def number(cells: Cells, name: str, default: int | None = None) -> int:
+    """A whole number of a row. Raises where it is blank and nothing stands in for it."""
+    text = cells.get(name, "") or ""
+    if text:
+        return int(float(text))
+    if default is None:
+        raise _Unclear(f"{name} is not stated")
+    return default
+
+
+# Shapes of released models whose rows leave them out: their public configurations.
+RELEASED: Mapping[str, Mapping[str, str]] = {
+    "moonlight-16b": {
+        "layers": "27", "hidden": "2048", "ffn_hidden": "11264", "mlp": "swiglu", "heads": "16", "kv_heads": "16",
+        "vocab": "163840", "experts": "64", "topk": "6", "expert_ffn": "1408", "shared_experts": "2",
+        "first_dense_layers": "1",
+    },
+}  # fmt: skip
+LATENT = {"kv_rank": 512, "kept": 128, "rotated": 64, "value": 128}  # DeepSeek-V2 and -V3, Kimi K2, Moonlight
+NO_QUERY_LATENT = {"moonlight-16b", "deepseek-v2-lite"}
+MLPS = {"swiglu": "swiglu", "gelu": "gelu", "geglu": "swiglu", "relu": "relu", "relu2": "relu2", "": "swiglu"}
+
+
+def _model(cells: Cells) -> ModelSpec:
+    name = cells.get("model", "")
+    stated = {**cells, **{key: value for key, value in RELEASED.get(name, {}).items() if not cells.get(key)}}
+    keys = (
+        "layers", "hidden", "ffn_hidden", "mlp", "heads", "kv_heads", "head_dim", "vocab", "seq_len", "experts", "topk",
+        "expert_ffn", "shared_experts", "first_dense_layers", "moe_every", "notes",
+    )  # fmt: skip
+    return _model_of(name, cells["arch"] == "moe-mla", tuple((key, stated.get(key, "")) for key in keys))
+
+
+@lru_cache(maxsize=1024)
+def _model_of(name: str, latent: bool, items: tuple[tuple[str, str], ...]) -> ModelSpec:
+    stated = dict(items)
+    fields: dict[str, object] = {
+        "vocab": number(stated, "vocab"), "hidden": number(stated, "hidden"), "layers": number(stated, "layers"),
+        "heads": number(stated, "heads"), "max_sequence": number(stated, "seq_len"),
+        "mlp": MLPS.get(stated["mlp"], "gelu"), "tied": "tied" in stated["notes"],
+        "norm": "rms" if stated["mlp"] == "swiglu" else "layer",
+    }  # fmt: skip
+    if latent:
+        fields["latent"] = LATENT | ({} if name in NO_QUERY_LATENT else {"q_rank": 1536})
+    else:
+        fields["kv_heads"] = number(stated, "kv_heads", number(stated, "heads"))
+        fields["head_dim"] = number(stated, "head_dim", number(stated, "hidden") // number(stated, "heads"))
+    if stated["experts"]:
+        fields["moe"] = {
+            "count": number(stated, "experts"), "top_k": number(stated, "topk"), "ffn": number(stated, "expert_ffn"),
+            "shared": number(stated, "shared_experts", 0), "first_dense": number(stated, "first_dense_layers", 0),
+            "every": number(stated, "moe_every", 1),
+        }  # fmt: skip
+        fields["ffn"] = number(stated, "ffn_hidden", number(stated, "expert_ffn"))
+    else:
+        fields["ffn"] = number(stated, "ffn_hidden")
+    return ModelSpec.model_validate(fields)
+
+
+def _stack(cells: Cells) -> Stack:
+    name = f"{cells.get('framework', '')} {cells.get('framework_version', '')} {cells['source']}"
+    found = next((stack for pattern, stack in STACKS if re.search(pattern, name)), None)
+    if found is None:
+        raise _Unclear(f"framework {cells.get('framework')!r} has no stack profile")
+    return _tuned(found, cells.get("overlap", ""))
+
+
+@lru_cache(maxsize=64)
+def _tuned(name: str, overlap: str) -> Stack:
+    """A profile, with what a row says of overlap."""
+    stack, off = load_stack(name), overlap.startswith("no")
+    axes = [
+        axis for axis in ("dp", "tp", "ep", "pp") if overlap.startswith("none") or (off and axis.upper() in overlap)
+    ]
+    return stack.model_copy(update={f"overlap_{axis}": False for axis in axes}) if axes else stack
+
+
+def _cluster(cells: Cells) -> Cluster:
+    gpu, memory = cells["gpu"], cells.get("gpu_mem_gb", "")
+    if gpu not in CLUSTERS:
+        raise _Unclear(f"gpu {gpu!r} is not in the catalogue")
+    name = "a100-40-dgx" if (gpu, memory) == ("A100", "40") else CLUSTERS[gpu]
+    node = number(cells, "gpus_per_node", load_cluster(name).node)
+    domain = number(cells, "nvlink_domain", load_cluster(name).domain)
+    return _wired(name, node, domain, cells.get("interconnect", ""))
+
+
+@lru_cache(maxsize=256)
+def _wired(name: str, node: int, domain: int, network: str) -> Cluster:
+    """A cluster of the catalogue with the row's node size and network."""
+    known = load_cluster(name)
+    fast, wide = known.links[0].model_copy(update={"domain": domain}), known.links[-1]
+    for pattern, rate in NETWORKS:
+        if network and (match := re.search(pattern, network)):
+            wide = wide.model_copy(update={"bandwidth": rate(match, node) * 1e9})
+            break
+    return known.model_copy(update={"node": node, "links": (fast, wide)})
+
+
+_GROUNDS: dict[tuple[int, int, int], Ground] = {}  # one for all rows alike; it keeps the values that its key is of
+
+
+def _ground(model: ModelSpec, stack: Stack, cluster: Cluster) -> Ground:
+    shape = shape_of(model)
+    return _GROUNDS.setdefault((id(shape), id(stack), id(cluster)), Ground(shape, stack, cluster))
+
+
+def _dtype(cells: Cells) -> str:
+    found = next((ours for theirs, ours in DTYPES if theirs in cells.get("precision", "")), None)
+    if found is None:
+        raise _Unclear(f"precision {cells.get('precision')!r} is unknown")
+    return found
+
+
+def _job(cells: Cells, ground: Ground, assumed: list[str]) -> Job:
+    stack = ground.stack
+    tp, pp, cp = number(cells, "tp"), number(cells, "pp"), number(cells, "cp", 1)
+    world = number(cells, "n_gpus")
+    dp = number(cells, "dp", world // (tp * pp * cp))
+    if tp * pp * cp * dp != world:
+        raise _Unclear(f"tp·pp·cp·dp {tp * pp * cp * dp} is not n_gpus {world}")
+    batch = number(cells, "global_batch")
+    micro = number(cells, "micro_batch", 0)
+    if not micro:
+        micro = 1
+        assumed.append("micro-batch 1")
+    stage, shard = _zero(cells, stack, assumed)
+    job = Job(
+        tp=tp, pp=pp, dp=dp, cp=cp, ep=number(cells, "ep", 1), etp=_etp(cells, tp), micro=micro,
+        batch=batch, sequence=number(cells, "seq_len"), compute=_dtype(cells),
+        sequence_parallel=_sequence_parallel(cells, stack, tp, assumed),
+        zero=stage, shard=shard,
+    )  # fmt: skip
+    if batch % (dp * micro):
+        raise _Unclear(f"dp {dp} × micro-batch {micro} does not divide the batch {batch}")
+    chunks = _chunks(cells, ground, job, assumed)
+    job = job._replace(chunks=chunks, schedule="interleaved" if chunks > 1 else "1f1b")
+    return job._replace(recompute=_recompute(cells, ground, job, assumed))
+
+
+def _etp(cells: Cells, tp: int) -> int:
+    stated = number(cells, "etp", 0)
+    return stated or (1 if number(cells, "ep", 1) > 1 else tp)
+
+
+def _sequence_parallel(cells: Cells, stack: Stack, tp: int, assumed: list[str]) -> bool:
+    if cells.get("sp"):
+        return tp > 1 and cells["sp"] == "1"
+    if tp > 1:
+        assumed.append(f"sequence parallel: {'yes' if stack.sequence_parallel else 'no'}")
+    return tp > 1 and stack.sequence_parallel
+
+
+def _zero(cells: Cells, stack: Stack, assumed: list[str]) -> tuple[int, int]:
+    stated, notes = cells.get("zero", ""), cells.get("notes", "")
+    stage = int(stated[0]) if stated else stack.zero
+    if not stated:
+        assumed.append(f"ZeRO {stage}")
+    group = re.search(r"(?:shard group=|FSDP group )(\d+)", notes)
+    shard = int(group[1]) if group else number(cells, "gpus_per_node", 8) if "HSDP" in stated else 0
+    data = number(cells, "n_gpus") // (number(cells, "tp") * number(cells, "pp"))
+    return stage, shard if shard and data % shard == 0 else 0
+
+
+def _chunks(cells: Cells, ground: Ground, job: Job, assumed: list[str]) -> int:
+    """Interleaved stages per device: as stated, else of about as many layers as the stack's habit."""
+    stated, layers, habit = number(cells, "vpp", 0), len(ground.shape.layers), ground.stack.layers_per_chunk
+    if stated or job.pp == 1:
+        return max(1, stated) if job.pp > 1 else 1
+    each = layers / job.pp
+    chunks = 1
+    if habit and ground.stack.overlap_pp and job.micro_batches % job.pp == 0:
+        chunks = min(divisors(max(1, int(each))), key=lambda n: (abs(each / n - habit), n))
+    assumed.append(f"interleaved stages {chunks}")
+    return chunks
+
+
+MODES = {"none": "none", "full": "full", "selective": "selective", "minimal_flash": "selective"}
+
+
+def _recompute(cells: Cells, ground: Ground, job: Job, assumed: list[str]) -> str:
+    stated = cells.get("recompute", "")
+    if stated:
+        return MODES.get(stated, "selective")
+    modes = ("none", "selective", "full") if ground.stack.least_recompute else (ground.stack.recompute,)
+    mode = next((m for m in modes if memory(ground, job._replace(recompute=m)).verdict != "no"), modes[-1])
+    assumed.append(f"recompute {mode}")
+    return mode
+
+
+def _seconds(cells: Cells, model: ModelSpec, job: Job) -> float | None:
+    """Seconds of a step: as stated, else from tokens per second, else from FLOP/s by the convention that is stated."""
+    tokens = job.batch * job.sequence
+    if cells.get("step_time_s"):
+        return float(cells["step_time_s"])
+    if cells.get("tokens_per_s_per_gpu"):
+        return tokens / (float(cells["tokens_per_s_per_gpu"]) * job.world)
+    if not cells.get("tflops_per_gpu"):
+        return None
+    rate = float(cells["tflops_per_gpu"]) * 1e12 * job.world
+    if cells.get("implied_flops_per_token"):
+        return tokens * float(cells["implied_flops_per_token"]) / rate
+    flops = _conventional(cells.get("flops_convention", ""), model, job.sequence)
+    return None if flops is None else tokens * flops / rate
+
+
+def _conventional(convention: str, model: ModelSpec, sequence: int) -> float | None:
+    """FLOP per token as a source counts them; None where it does not say how."""
+    hidden, layers, vocab = model.hidden, model.layers, model.vocab
+    if convention.startswith("hardware FLOPs"):  # Narayanan et al. 2021, equation 3
+        return 96 * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocab / (16 * layers * hidden))
+    if convention == "model FLOPs" and model.mlp != "swiglu":
+        return 72 * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocab / (12 * layers * hidden))
+    if convention in ("model FLOPs", "BF16 MFU as paper"):
+        from plait.spec.flops import flops_per_token
+
+        return float(flops_per_token(model, sequence).training)
+    return None
+
+
+def interpreted(path: Path) -> tuple[list[Published], list[Refused]]:
+    """All rows of a table: those that can be predicted, and those that cannot."""
+    rows = [interpret(cells) for cells in read_rows(path)]
+    return [r for r in rows if isinstance(r, Published)], [r for r in rows if isinstance(r, Refused)]
+
+
+def with_recompute(row: Published, mode: str) -> Published:
+    """The same row under another recompute mode."""
+    return replace(row, job=row.job._replace(recompute=mode))
+
+
+def kv_split(row: Published) -> int:
+    """Ranks of tp that hold different key/value heads."""
+    return gcd(row.job.tp, row.ground.shape.spec.kv_heads)

@@ -1,0 +1,125 @@
+"""The machine as data: a device, how devices are linked, and the catalogue of machines that plait knows by name.
+
+Bandwidths are bytes per second of one device in one direction, peaks are dense FLOP per second: what a brochure counts
+in both directions or with half of the operands zero is halved in the catalogue. A file of the user's has the same
+form, and `plait measure` writes one. Nothing here says how much of a peak a program reaches.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from plait.spec.base import Spec
+from plait.spec.errors import UsageError
+from plait.spec.nearest import did_you_mean
+
+CATALOGUE = Path(__file__).parent / "catalogue"
+
+
+class Device(Spec):
+    """One accelerator (or, on a CPU node, one process): its memory in bytes, and what it could do at best."""
+
+    name: str
+    kind: Literal["cuda", "rocm", "cpu"]
+    memory: int = Field(gt=0)
+    bandwidth: float = Field(gt=0)
+    peaks: Mapping[str, float]
+    source: str = ""
+
+    def peak(self, dtype: str) -> float:
+        """Dense FLOP per second in a dtype. Raises UsageError where the device has none: no other peak stands in."""
+        if dtype not in self.peaks:
+            known = ", ".join(self.peaks)
+            raise UsageError(f"{self.name} has no peak in {dtype}", f"it has peaks in {known}")
+        return self.peaks[dtype]
+
+
+class Link(Spec):
+    """One kind of wire. `domain` devices reach each other over it; None: all devices of the cluster do."""
+
+    bandwidth: float = Field(gt=0)
+    latency: float = Field(ge=0)
+    domain: int | None = Field(None, ge=1)
+    source: str = ""
+
+
+class Measured(Spec):
+    """What `plait measure` found: fractions of the device's peaks and of its links, and seconds of one kernel's start.
+
+    They take the place of the calibrated constants of the planner; what was not measured is left out.
+    """
+
+    gemm: Mapping[str, float] = {}
+    attention: float | None = None
+    memory: float | None = None
+    kernel: float | None = None
+
+
+class Cluster(Spec):
+    """Devices in nodes of `node`, and the links between them, the fastest (and narrowest) first."""
+
+    name: str
+    device: Device
+    node: int = Field(ge=1)
+    links: tuple[Link, ...]
+    devices: int | None = None  # how many there are; None: as many as asked for
+    measured: Measured = Measured()
+
+    def link(self, ranks: int, stride: int = 1) -> Link:
+        """The narrowest link that a group of `ranks` crosses whose neighbours are `stride` ranks apart."""
+        reach = (ranks - 1) * stride + 1
+        return next((link for link in self.links if link.domain is None or reach <= link.domain), self.links[-1])
+
+    @property
+    def domain(self) -> int:
+        """Devices that the fastest link joins."""
+        return self.links[0].domain or self.node
+
+
+def known_clusters() -> list[str]:
+    """The names of the catalogue."""
+    return sorted(path.stem for path in (CATALOGUE / "clusters").glob("*.toml"))
+
+
+@lru_cache(maxsize=64)
+def load_cluster(name: str) -> Cluster:
+    """The cluster of that name, or of that file (a path that ends in .toml).
+
+    Raises UsageError for a name that is not in the catalogue, and for a file that is not a cluster's.
+    """
+    path = Path(name) if name.endswith(".toml") else CATALOGUE / "clusters" / f"{name}.toml"
+    if not name.endswith(".toml") and not path.is_file():
+        near = did_you_mean(name, known_clusters())
+        raise UsageError(f"cluster {name!r} is not in the catalogue", near or "known: " + ", ".join(known_clusters()))
+    table = _read(path)
+    device = table.get("device")
+    if isinstance(device, str):
+        of_catalogue = CATALOGUE / "devices" / f"{device}.toml"
+        if not of_catalogue.is_file():
+            known = sorted(p.stem for p in of_catalogue.parent.glob("*.toml"))
+            near = did_you_mean(device, known) or "known: " + ", ".join(known)
+            raise UsageError(f"{path}: device {device!r} is unknown", f"{near}; or a table [device] with its figures")
+        table = {**table, "device": _read(of_catalogue)}
+    try:
+        return Cluster.model_validate({**table, "links": tuple(table.get("links", ()))})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"{path}: {key}: {first['msg']}", "plait measure writes such a file") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"{path}: cannot be read: {error.strerror}", "known: " + ", ".join(known_clusters())
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: not TOML: {error}") from error
