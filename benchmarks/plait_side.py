@@ -12,7 +12,7 @@ from plait.models.decoder import Decoder
 from plait.parallel.launch import World
 from plait.parallel.mesh import Mesh
 from plait.parallel.parallelize import parallelize
-from plait.parallel.weights import gather_whole
+from plait.parallel.weights import gather_whole, pieces_held
 from plait.spec.fit import fit
 from plait.spec.run import RunSpec
 from plait.train.step import Step, Sums
@@ -37,8 +37,9 @@ class Plait:
         self.step.update(self.sums)
 
     def gradients(self) -> dict[str, Tensor]:
-        parts = [part for held in self.parallel.held for part in held.parts(held.gradient)]
-        return {name: g.clone() for name, g in gather_whole(parts, self.parallel.placements, self.mesh).items()}
+        owned = pieces_held(self.parallel.placements, sharded=self.step.run.zero.stage > 0)
+        found = gather_whole(self.step.states.gradients(), owned, self.mesh)
+        return {name: gradient.clone() for name, gradient in found.items()}
 
 
 def plait(**asked: object) -> Callable[[Size, World], Plait]:

@@ -13,7 +13,7 @@ from plait.data.windows import Window
 from plait.proof.compare import Verdict
 from plait.proof.verify import check, proof_run
 from plait.spec.model import ModelSpec
-from plait.spec.run import BatchSpec, DataSpec, LayoutSpec, RunSpec, ScheduleSpec
+from plait.spec.run import BatchSpec, DataSpec, LayoutSpec, RunSpec, ScheduleSpec, ZeroSpec
 
 # 45 344 parameters: 2 048 embedding, 4 × (4 096 attention + 6 144 mlp + 64 norm), 32 last norm, 2 048 head.
 T0 = ModelSpec(vocab=64, hidden=32, layers=4, heads=4, kv_heads=4, head_dim=8, ffn=64, max_sequence=16)
@@ -41,7 +41,15 @@ class B8:
 
 
 def run_of(
-    model: ModelSpec = T0, *, micro_batches: int = 2, schedule: str = "1f1b", rows: int = ROWS, **layout: Any
+    model: ModelSpec = T0,
+    *,
+    micro_batches: int = 2,
+    schedule: str = "1f1b",
+    rows: int = ROWS,
+    zero: int = 0,
+    shard: Any = "all",
+    keep: bool = False,
+    **layout: Any,
 ) -> RunSpec:
     """A run of `rows` rows in so many micro-batches per data-parallel rank; `layout` as in the run file."""
     dp = layout.get("dp", 1)
@@ -51,6 +59,7 @@ def run_of(
         model=model,
         layout=LayoutSpec(**layout),
         schedule=ScheduleSpec(name=schedule),
+        zero=ZeroSpec(stage=zero, shard=shard, keep=keep),
         batch=BatchSpec(global_size=rows, micro_size=micro_size, sequence=SEQUENCE),
         data=DataSpec(source="synthetic"),
     )

@@ -11,12 +11,14 @@ from plait.data import Batch, Samples, batch, rows_of
 from plait.models.decoder import Decoder
 from plait.models.init import draw
 from plait.models.where import Where
-from plait.parallel.gradients import Gradients
 from plait.parallel.mesh import Mesh
 from plait.parallel.parallelize import Parallel, parallelize
+from plait.parallel.precision import Dtypes
 from plait.parallel.stage import DecoderStage
-from plait.parallel.weights import Held, gather_whole
+from plait.parallel.weights import gather_whole, materialise, pieces_held
+from plait.parallel.zero import Parts, States
 from plait.placement import Placement
+from plait.placement.cuts import Rectangle
 from plait.spec.fit import fit
 from plait.spec.model import TensorSpec
 from plait.spec.run import RunSpec
@@ -50,12 +52,17 @@ class Rank:
     def backward(self, number: int = 1, keep: tuple[int, ...] = MASK) -> Sums:
         return self.step.backward(number, self.batch(number, keep))
 
-    def weights(self) -> list[tuple[Placement, Tensor]]:
-        return [part for held in self.parallel.held for part in held.parts(held.parameter.detach())]
+    def weights(self) -> Parts:
+        return self.parallel.states.weights()
 
-    def gather(self, parts: list[tuple[Placement, Tensor]]) -> dict[str, Tensor]:
-        """Whole tensors on rank 0; raises where copies differ in a single bit."""
-        return gather_whole(parts, self.parallel.placements, self.mesh)
+    def gradients(self) -> dict[str, Tensor]:
+        """Whole raw gradients on rank 0; raises where copies differ in a single bit."""
+        owned = pieces_held(self.parallel.placements, self.run.zero.stage > 0)
+        return gather_whole(self.step.states.gradients(), owned, self.mesh)
+
+    def gather(self, parts: Parts) -> dict[str, Tensor]:
+        """Whole tensors on rank 0 from what forward reads; raises where copies differ in a single bit."""
+        return gather_whole(parts, pieces_held(self.parallel.placements, self.run.zero.stage == 3), self.mesh)
 
 
 class OneNumber(nn.Module):
@@ -73,24 +80,41 @@ class OneNumber(nn.Module):
 def one_number(run: RunSpec, w: float = 1.0) -> tuple[Step, nn.Parameter]:
     """The steps of that network on this rank of a data-parallel run."""
     mesh, module = Mesh(fit(run)), OneNumber(w)
-    held = hold(mesh, module.w)
+    states, placements = hold(mesh, module, run)
     stage = DecoderStage(0, module, first=True, last=True)  # type: ignore[arg-type]
-    parallel = Parallel({0: stage}, [held], {"w": held.placements[0]})
-    return Step(run, mesh, parallel), module.w
+    return Step(run, mesh, Parallel({0: stage}, states, placements)), module.w
 
 
-def hold(mesh: Mesh, parameter: nn.Parameter, name: str = "w", dim: int | None = None) -> Held:
-    """A parameter of stage 0, cut over tp along `dim`."""
+def hold(
+    mesh: Mesh, module: nn.Module, run: RunSpec, cut: tuple[str, ...] = (), tied: bool = False
+) -> tuple[States, dict[str, Placement]]:
+    """The states of a module that is a stage, with the values that it has; of `cut` each tp rank holds other rows.
+
+    `tied`: the first and the last stage hold it.
+    """
+    values = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     tp = mesh.layout.tp
-    shape = tuple(size * tp if i == dim else size for i, size in enumerate(parameter.shape))
-    spec = TensorSpec(name, shape, "norm", None, "head", name)
-    placement = Placement(spec, mesh.layout, (0,), (0,), dim, "tp", ("dp_cp",))
-    return Held(0, parameter, (placement,), (parameter.shape[0],))
+    stages, partial = ((0, mesh.layout.pp - 1), ("dp_cp", "tied")) if tied else ((0,), ("dp_cp",))
+
+    def placed(name: str, value: Tensor) -> Placement:
+        rows, dim = (value.shape[0] * tp, 0) if name in cut else (value.shape[0], None)
+        tensor = TensorSpec(name, (rows, *value.shape[1:]), "norm", None, "head", name, "elsewhere" if tied else None)
+        return Placement(tensor, mesh.layout, stages, stages, dim, "tp", partial, run.zero.stage)
+
+    def value_of(tensor: TensorSpec, rectangle: Rectangle) -> Tensor:
+        first, _ = placements[tensor.name].rectangle(mesh.rank)[0]
+        start, stop = rectangle[0]
+        return values[tensor.name][start - first : stop - first]
+
+    placements = {name: placed(name, value) for name, value in values.items()}
+    states = States(placements, mesh, run.zero, Dtypes.of(run.precision))
+    materialise({mesh.at.pp: module}, states.rows, mesh.rank, value_of)
+    return states, placements
 
 
-def gradients_of(mesh: Mesh, *held: Held) -> Gradients:
-    """The gradient buffers of some parameters."""
-    return Gradients(list(held), {h.placements[0].tensor.name: h.placements[0] for h in held}, mesh)
+def gradients_of(states: States) -> dict[str, Tensor]:
+    """What this rank keeps of each gradient, by name, flat."""
+    return {piece.placement.tensor.name: part for piece, part in states.gradients()}
 
 
 def rows_of_numbers(*rows: list[int], first: int = 0) -> Batch:

@@ -45,10 +45,7 @@ def outcome(block: nn.Module, call: Any, where: Where, rank: int) -> dict[str, T
     generator = torch.Generator().manual_seed(rank)
     x, seed = (torch.randn(2, 8, MODEL.hidden, dtype=torch.float64, generator=generator) for _ in "xy")
     x.requires_grad_()
-    for parameter in block.parameters():
-        parameter.grad = None
     y, _ = call(x, where)
-    y.backward(seed)
-    assert x.grad is not None
-    found = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
-    return {"output": y.detach(), "input": x.grad, **found}
+    names, parameters = zip(*block.named_parameters(), strict=True)
+    gradient, *found = torch.autograd.grad(y, (x, *parameters), seed)
+    return {"output": y.detach(), "input": gradient, **dict(zip(names, found, strict=True))}

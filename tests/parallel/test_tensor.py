@@ -91,7 +91,7 @@ def test_norms_and_biases_of_split_tokens_are_bitwise_equal_on_both_ranks_after_
         mine = Rank.of(run_of(BIASED, tp=2, micro_batches=1, sequence_parallel=True))
         for number in range(1, 21):
             mine.step.update(mine.backward(number))
-        return {p.tensor.name: w.clone() for p, w in mine.weights() if p.copies == 2}
+        return {p.placement.tensor.name: w.clone() for p, w in mine.weights() if p.copies == 2}
 
     first, second = on_ranks(2, run)
     assert len(first) == 4 * BIASED.layers + 2 + 2 * BIASED.layers  # norm weights and biases, row biases
@@ -120,11 +120,11 @@ def test_uniform_logits_of_61_tokens_lose_ln_61_and_no_padding_is_held() -> None
 
     def run(rank: int, world: int) -> tuple[float, int]:
         mine = Rank.of(run_of(ODD, tp=2))
-        tables = [w for p, w in mine.weights() if p.tensor.shape == (61, 32)]
-        for placement, weight in mine.weights():
-            if placement.tensor.role == "head":
+        tables = [w for p, w in mine.weights() if p.placement.tensor.shape == (61, 32)]
+        for piece, weight in mine.weights():
+            if piece.placement.tensor.role == "head":
                 weight.zero_()
-        return mine.backward().loss, sum(len(table) for table in tables)
+        return mine.backward().loss, sum(len(table) // 32 for table in tables)
 
     losses, rows = zip(*on_ranks(2, run), strict=True)
     assert losses == (pytest.approx(math.log(61), abs=1e-6),) * 2

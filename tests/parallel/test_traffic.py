@@ -92,8 +92,9 @@ def expected(run: RunSpec) -> Traffic:
     held = model.parameter_count() + (tp - 1) * norms + (copies - 1) * kv_matrices  # of one replica, copies and all
     held += table if model.tied and pp > 1 else 0
     if dp > 1:
-        buckets = 1 + (tp > 1)  # what tp cuts, and what its ranks hold alike
-        found.add("dp", "all_reduce", dp * tp * pp * buckets, 2 * held * FLOAT * (dp - 1))
+        buffers = pp * (1 + (tp > 1))  # what tp cuts, and what its ranks hold alike, of each stage
+        buffers += min(pp, 2) if model.tied else 0  # a tied table has a buffer of its own, on first and last stage
+        found.add("dp", "all_reduce", dp * tp * buffers, 2 * held * FLOAT * (dp - 1))
         found.all_reduce("dp", dp, LONG, tp * pp)  # label counts
     found.all_reduce("world", tp * pp * dp, 3 * DOUBLE)  # norm, loss and count
     return found.as_traffic()

@@ -61,7 +61,8 @@ def test_each_kind_of_state_has_the_bytes_of_its_dtype(compute: DType, optim: Op
 def test_padding_of_uneven_slices_is_memory_too() -> None:
     run = RunSpec(model=T0, zero=ZeroSpec(stage=3))
     placements = place(T0, Layout(dp=3, shard=3), run.zero)
-    rows = sum(-(-t.size // 3) for t in T0.parameters())
+    sizes = [32 * 64, *[sum(t.size for t in T0.parameters() if t.layer == layer) for layer in range(T0.layers)]]
+    rows = sum(-(-size // 3) for size in (*sizes, 32 * 64 + 32))  # embedding, each block, head
     assert [state_bytes(placements, run, rank)["weights"] for rank in range(3)] == [4 * rows] * 3
     assert 3 * rows > T0.parameter_count()
 

@@ -97,21 +97,6 @@ def test_a_gradient_is_summed_over_ranks_that_hold_the_same_rectangle_only(
 
 @given(placed())
 @few
-def test_zero_slices_tile_each_local_rectangle_in_equal_padded_lengths(
-    case: tuple[ModelSpec, Layout, dict[str, Placement]],
-) -> None:
-    _, layout, placements = case
-    for placement in placements.values():
-        for rank, rectangle in rectangles(placement, layout).items():
-            own = [placement.zero_slice(peer) for peer in layout.group("shard", rank)]
-            assert own[0].start == 0 and own[-1].stop == area(rectangle)
-            assert all(before.stop == after.start for before, after in itertools.pairwise(own))
-            assert len({s.stop - s.start + s.padding for s in own}) == 1
-            assert sum(s.padding for s in own) < len(own) * max(1, own[0].stop)
-
-
-@given(placed())
-@few
 def test_a_rank_holds_the_parameters_of_its_stages_and_no_other(
     case: tuple[ModelSpec, Layout, dict[str, Placement]],
 ) -> None:

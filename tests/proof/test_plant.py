@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 
@@ -13,7 +14,7 @@ from plait.spec.errors import RankFailed
 from plait.spec.fit import fit
 from plait.spec.run import RunSpec
 
-SEED, DRAWS = 20, 20
+DRAWS = 20
 
 # What a run must have for the bug to matter: in the others it changes nothing, and running them would only take time.
 MATTERS: dict[str, tuple[str, ...]] = {
@@ -32,6 +33,12 @@ MATTERS: dict[str, tuple[str, ...]] = {
     "last_micro_batch_only": ("accumulation",),
     "stale_pipeline_gradient": ("pp > 1",),
     "dropout_without_step": ("dropout",),
+    "padding_in_a_weight": ("shards",),
+    "last_reduction_only": ("sharded gradients", "accumulation"),
+    "replicas_not_summed": ("hybrid shards",),
+    "shards_counted_as_copies": ("shards",),
+    "overflow_not_reduced": ("pp > 1",),
+    "old_weights_gathered": ("shards", "no ZeRO 3"),
 }
 
 
@@ -53,25 +60,33 @@ def cost(run: RunSpec) -> int:
     return fit(run).world * run.batch.global_size * run.model.layers
 
 
+def draws_of(seed: int) -> list[RunSpec]:
+    return [draw_run(seed, number) for number in range(DRAWS)]
+
+
+@cache
+def drawn() -> list[RunSpec]:
+    """The draws of the first seed among which each bug matters somewhere."""
+    return next(d for d in map(draws_of, range(100)) if all(any(matters(name, run) for run in d) for name in MATTERS))
+
+
 def test_every_planted_bug_has_a_row_here() -> None:
     assert set(MATTERS) == set(BUGS) and len(BUGS) >= 10
 
 
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_caught_within_20_draws(name: str) -> None:
-    drawn = [draw_run(SEED, number) for number in range(DRAWS)]
-    matter = sorted((run for run in drawn if matters(name, run)), key=cost)
+    matter = sorted((run for run in drawn() if matters(name, run)), key=cost)
     assert any(complaint(run, BUGS[name]) for run in matter)
 
 
 def test_planting_nothing_leaves_the_proof_clean() -> None:
-    drawn = [draw_run(SEED, number) for number in range(DRAWS)]
-    run = min((run for run in drawn if FEATURES["three axes > 1"](run)), key=cost)
+    run = min((run for run in drawn() if FEATURES["three axes > 1"](run)), key=cost)
     assert fit(run).world == MOST_RANKS
     assert complaint(run, lambda: None) == ""
 
 
 def test_a_bug_is_planted_in_the_ranks_only() -> None:
-    run = min((draw_run(SEED, number) for number in range(DRAWS)), key=cost)
+    run = min(drawn(), key=cost)
     assert complaint(run, BUGS["labels_shifted_again"]) != ""
     assert complaint(run, lambda: None) == ""

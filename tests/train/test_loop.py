@@ -94,8 +94,10 @@ def test_two_evaluations_in_a_row_are_equal_and_drop_nothing() -> None:
         with_dropout = prepare(a_run(2, DROPPING, pp=2), world)
         list(train_steps(with_dropout))
         without = prepare(a_run(2, T0, pp=2), world)
-        for mine, other in zip(without.parallel.held, with_dropout.parallel.held, strict=True):
-            mine.parameter.data.copy_(other.parameter.data)
+        for (_, mine), (_, other) in zip(
+            without.parallel.states.weights(), with_dropout.parallel.states.weights(), strict=True
+        ):
+            mine.copy_(other)
         return evaluate(with_dropout, 2), evaluate(with_dropout, 2), evaluate(without, 2)
 
     first, second, undropped = launch(2, evaluations, threads=1, timeout_s=60)[0]
@@ -112,7 +114,7 @@ def test_a_step_without_a_label_is_announced_once_and_training_goes_on(capfd: py
 
     assert launch(2, job, threads=1, timeout_s=60)[0] == [(1, 1, 0.01), (2, 1, None), (3, 2, 0.01)]
     lines = [line for line in capfd.readouterr().err.splitlines() if "no valid label" in line]
-    assert lines == ["step 2: no valid label in the batch, weights unchanged"]
+    assert lines == ["step 2: no valid label in the batch; weights unchanged"]
 
 
 def tell(training: Training) -> list[Metrics]:

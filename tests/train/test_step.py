@@ -60,7 +60,7 @@ def test_a_batch_without_any_label_changes_nothing_bit_for_bit(layout: dict[str,
 def state_of(mine: Rank) -> list[Tensor]:
     """Weights, and every tensor of the optimizer: moments and counters."""
     kept = [value for state in mine.step.optimizer.state.values() for value in state.values()]
-    assert len(kept) == 3 * len(mine.parallel.held)
+    assert len(kept) == 3 * len(mine.step.masters)
     return [tensor.clone() for tensor in [*(weight for _, weight in mine.weights()), *kept]]
 
 
@@ -86,7 +86,7 @@ def test_nothing_of_a_step_is_left_in_the_next() -> None:
         found = []
         for keep in (MASK, MASK, EMPTY):
             mine.backward(1, keep)
-            found.append([g.clone() for _, g in mine.step.gradients.views()])
+            found.append([g.clone() for _, g in mine.step.states.gradients()])
         same = all(torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
         return same, max(g.abs().max().item() for g in found[2])
 
@@ -125,8 +125,9 @@ def test_a_number_that_is_not_finite_stops_all_ranks_alike_with_weights_as_they_
 def test_matrices_decay_and_norms_and_biases_do_not() -> None:
     model = T0.model_copy(update={"norm": "layer", "qkv_bias": True})
     mine = Rank.of(run_of(model))
-    optimizer = make_optimizer(mine.parallel.held, OptimSpec(name="adamw", weight_decay=0.5))
+    masters = mine.parallel.states.masters()
+    optimizer = make_optimizer(masters, OptimSpec(name="adamw", weight_decay=0.5))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    for held in mine.parallel.held:
-        assert decay[id(held.parameter)] == (0.5 if held.parameter.ndim == 2 else 0.0)
+    for piece, master in masters:
+        assert decay[id(master)] == (0.5 if len(piece.placement.tensor.shape) == 2 else 0.0)
     assert sorted(group["weight_decay"] for group in optimizer.param_groups) == [0.0, 0.5]

@@ -7,7 +7,9 @@
 | all_reduce      | all-reduce     | (by the caller) | row outputs, column input gradients, cross-entropy        |
 | sum_partial     | all-reduce     | identity        | embedding                                                 |
 | scatter_partial | reduce-scatter | all-gather      | embedding, where tokens are split                         |
-| sum_in_place    | all-reduce     | none            | gradient buckets, norm and loss, label counts             |
+| sum_in_place    | all-reduce     | none            | gradient buffers, norm and loss, label counts             |
+| sum_to_shards   | reduce-scatter | none            | gradient buffers under ZeRO                               |
+| gather_shards   | all-gather     | none            | weight buffers under ZeRO                                 |
 | send, receive   | point to point | none            | pipeline                                                  |
 | gather_to_first | point to point | none            | proofs and samples, never on the hot path                 |
 
@@ -150,16 +152,33 @@ def scatter_partial(x: Tensor, group: Group) -> Tensor:
 
 @dataclass(slots=True)
 class Transfer:
-    """Asynchronous work on a tensor that must stay alive and untouched until `wait`."""
+    """Asynchronous work on a tensor that must stay alive and untouched until `wait`.
+
+    `terms` equal parts of the tensor are added up then; `source` is kept alive as long.
+    """
 
     tensor: Tensor
     works: list[Any]
+    terms: int = 1
+    source: Tensor | None = None
 
     def wait(self) -> Tensor:
         for work in self.works:
             work.wait()
-        self.works = []
+        self.works, self.source = [], None
+        if self.terms > 1:
+            self.tensor, self.terms = self.tensor.view(self.terms, -1).sum(0), 1
         return self.tensor
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Work of a functional operator, by the tensor that it will fill."""
+
+    tensor: Tensor
+
+    def wait(self) -> None:
+        _op.wait_tensor(self.tensor)
 
 
 def sum_in_place(x: Tensor, group: Group) -> Transfer:
@@ -167,6 +186,26 @@ def sum_in_place(x: Tensor, group: Group) -> Transfer:
     if group.size == 1:
         return Transfer(x, [])
     return Transfer(x, [dist.all_reduce(x, group=group.process_group, async_op=True)])
+
+
+def sum_to_shards(x: Tensor, group: Group) -> Transfer:
+    """Begin to sum flat x (n·L,) over n ranks, each to get its part (L,). In a group of one the result is x itself."""
+    if group.size == 1:
+        return Transfer(x, [])
+    n = group.size
+    if group.scatters_by_exchange:
+        received = _op.all_to_all_single(x, [x.numel() // n] * n, [x.numel() // n] * n, group.handle)
+        return Transfer(received, [_Pending(received)], terms=n, source=x)
+    part = _op.reduce_scatter_tensor(x, "sum", n, group.handle)
+    return Transfer(part, [_Pending(part)], source=x)
+
+
+def gather_shards(into: Tensor, part: Tensor, group: Group) -> Transfer:
+    """Begin to fill flat `into` (n·L,) with the parts (L,) of all ranks; `part` may be this rank's place in it."""
+    if group.size == 1:
+        return Transfer(into if into.data_ptr() == part.data_ptr() else into.copy_(part), [])
+    _op.all_gather_into_tensor_out(part, group.size, group.handle, out=into)
+    return Transfer(into, [_Pending(into)], source=part)
 
 
 def send(x: Tensor, group: Group, to: int) -> Transfer:

@@ -9,31 +9,28 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from plait.models.decoder import Decoder, PassThrough
 from plait.models.init import draw
 from plait.parallel.mesh import Mesh
+from plait.parallel.precision import DTYPES, Dtypes
 from plait.parallel.stage import DecoderStage, Signature
 from plait.parallel.tensor import Sharding, split_tensors
-from plait.parallel.weights import Held, Weights, materialise
+from plait.parallel.weights import Weights, materialise
+from plait.parallel.zero import States, gather_by_unit
 from plait.placement import Placement, StageMap, place, stage_map
 from plait.placement.cuts import Rectangle
 from plait.placement.place import homes
-from plait.spec.run import RunSpec
-
-DTYPES: Mapping[str, torch.dtype] = {
-    "float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16,
-}  # fmt: skip
+from plait.spec.run import SHARD_UNITS, RunSpec
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """What a rank runs: its stages by number, the tensors it holds, and where every tensor of the model is."""
+    """What a rank runs: its stages by number, its weights and gradients, and where every tensor of the model is."""
 
     stages: Mapping[int, DecoderStage]
-    held: list[Held]
+    states: States
     placements: Mapping[str, Placement]
 
 
@@ -42,17 +39,19 @@ def parallelize(model: Decoder, mesh: Mesh, run: RunSpec, weights: Weights | Non
     weights = weights or (lambda tensor, rectangle: draw(tensor, run.model, run.train.seed, rectangle))
     stages = stage_map(run.model, mesh.layout, run.schedule.chunks)
     placements = place(run.model, mesh.layout, run.zero, stages)
+    parts = {index: _cut(model, stages, index) for index in stages.owned_by(mesh.at.pp)}
+
+    states = States(placements, mesh, run.zero, Dtypes.of(run.precision), SHARD_UNITS[run.optim.name])
+    materialise(parts, states.rows, mesh.rank, weights)
+
     split = mesh.layout.sequence_parallel
     known = Sharding(mesh.group("tp"), split, run.model.head_dim, _rectangles(placements, mesh))
-
-    held: list[Held] = []
-    mine: dict[int, DecoderStage] = {}
-    for index in stages.owned_by(mesh.at.pp):
-        part = _cut(model, stages, index)
-        held += materialise(part, index, placements, mesh, weights, DTYPES[run.precision.compute])
+    for part in parts.values():
         split_tensors(part, known)
-        mine[index] = DecoderStage(index, part, index == 0, index == stages.last, _boundary(run, mesh))
-    return Parallel(mine, held, placements)
+    gather_by_unit(parts, states)
+    boundary = _boundary(run, mesh)
+    mine = {i: DecoderStage(i, part, i == 0, i == stages.last, boundary) for i, part in parts.items()}
+    return Parallel(mine, states, placements)
 
 
 def _cut(model: Decoder, stages: StageMap, index: int) -> Decoder:

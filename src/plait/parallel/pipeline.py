@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from time import perf_counter
 from typing import Protocol
 
@@ -22,25 +23,27 @@ from plait.parallel import collectives as comm
 from plait.parallel.collectives import Group, Transfer
 from plait.parallel.mesh import Mesh
 from plait.parallel.stage import Signature, Stage, Tensors
-from plait.schedule import Action, Kind, Message, Schedule, Span
+from plait.schedule import Action, Kind, Message, Program, Schedule, Span
 from plait.spec.errors import PlaitError
 
 SENDS_IN_FLIGHT = 2  # per pipeline rank: more than 1F1B ever has on their way
 
 
-class Reducer(Protocol):
-    """Who is told when a stage's gradients are about to be, and are, complete."""
+class States(Protocol):
+    """Who is told when a stage's gradients are about to be, and are, complete, and that its weights may be freed."""
 
     def arm(self, stage: int) -> None: ...
 
     def flush(self, stage: int) -> None: ...
 
+    def drop(self, stage: int) -> None: ...
+
 
 class Pipeline:
-    """Runs programs over the stages of this rank. `reducer` may be None where nothing is trained."""
+    """Runs programs over the stages of this rank. `states` may be None where nothing is trained or sharded."""
 
-    def __init__(self, stages: Mapping[int, Stage], mesh: Mesh, reducer: Reducer | None = None) -> None:
-        self.stages, self.reducer = stages, reducer
+    def __init__(self, stages: Mapping[int, Stage], mesh: Mesh, states: States | None = None) -> None:
+        self.stages, self.states = stages, states
         self.rank, self.device = mesh.at.pp, mesh.device
         self.up, self.down = mesh.group("pp", "up"), mesh.group("pp", "down")
         self._handlers: dict[Kind, Callable[[Schedule, Action], None]] = {
@@ -49,18 +52,19 @@ class Pipeline:
             Kind.SEND: self._send,
             Kind.RECV: self._receive,
             Kind.REDUCE: self._reduce,
+            Kind.DROP: self._drop,
         }
         self._arrived: dict[Message, Tensors | list[Transfer]] = {}
         self._leaving: dict[Message, Tensors] = {}
         self._in_flight: deque[Transfer] = deque()
-        self._last: dict[int, Action] = {}  # stage -> its last gradient of the step
+        self._completing: frozenset[Action] = frozenset()  # each stage's last weight gradients before a reduction
         self._spans: list[Span] = []
 
     def run(self, schedule: Schedule) -> list[Span]:
         """One step of this rank's program; returns its compute actions with their times (seconds, waiting left out)."""
         program = schedule.programs[self.rank]
         self._spans = []
-        self._last = {part.stage: part for action in program for part in action.parts if part.kind is not Kind.F}
+        self._completing = completing(program)
         for action in program:
             self._handlers[action.kind](schedule, action)
         self._settle(at_most=0)
@@ -76,16 +80,20 @@ class Pipeline:
 
     def _backward(self, schedule: Schedule, action: Action) -> None:
         gradients = self._take(schedule, action)
-        if self.reducer is not None and action == self._last[action.stage]:
-            self.reducer.arm(action.stage)
+        if self.states is not None and action in self._completing:
+            self.states.arm(action.stage)
         start = perf_counter()
         returned = self.stages[action.stage].backward(action.micro, gradients)
         self._spans.append(Span(action, start, perf_counter()))
         self._give(schedule, action, returned, self.stages[action.stage].inputs)
 
     def _reduce(self, schedule: Schedule, action: Action) -> None:
-        if self.reducer is not None:
-            self.reducer.flush(action.stage)
+        if self.states is not None:
+            self.states.flush(action.stage)
+
+    def _drop(self, schedule: Schedule, action: Action) -> None:
+        if self.states is not None:
+            self.states.drop(action.stage)
 
     def _receive(self, schedule: Schedule, action: Action) -> None:
         message, stage = _message(action), self.stages[action.stage]
@@ -125,6 +133,18 @@ class Pipeline:
             _check_signature(message, tensors, expected)
             waiting = self._leaving if schedule.crosses(message) else self._arrived
             waiting[message] = tensors
+
+
+@lru_cache(maxsize=16)
+def completing(program: Program) -> frozenset[Action]:
+    """Each stage's last weight gradient before each of its reductions."""
+    last: dict[int, Action] = {}
+    found = set()
+    for action in program:
+        last |= {part.stage: part for part in action.parts if part.kind in (Kind.W, Kind.BW)}
+        if action.kind is Kind.REDUCE:
+            found.add(last[action.stage])
+    return frozenset(found)
 
 
 def _message(action: Action) -> Message:

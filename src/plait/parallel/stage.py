@@ -31,10 +31,13 @@ class Micro(NamedTuple):
 
 
 class Denominators:
-    """What divides the gradient of each loss term: counts of the whole global batch, summed while forward begins."""
+    """What divides the gradient of each loss term: counts of the whole global batch, summed while forward begins.
 
-    def __init__(self, counts: Mapping[str, Tensor], group: Group) -> None:
-        self._group = group
+    `scale` multiplies all gradients.
+    """
+
+    def __init__(self, counts: Mapping[str, Tensor], group: Group, scale: float = 1.0) -> None:
+        self._group, self.scale = group, scale
         self._pending = {name: comm.start_all_reduce(count, group) for name, count in counts.items()}
         self._known: Mapping[str, Tensor] | None = None
 
@@ -93,8 +96,8 @@ class DecoderStage:
         if not losses:
             return outputs, ()
         assert self._denominators is not None
-        divide_by = self._denominators.wait()
-        return (*outputs, *losses.values()), tuple(1 / divide_by[name].to(v.dtype) for name, v in losses.items())
+        divide_by, scale = self._denominators.wait(), self._denominators.scale
+        return (*outputs, *losses.values()), tuple(scale / divide_by[name].to(v.dtype) for name, v in losses.items())
 
     def backward(self, micro: int, gradients: Tensors) -> Tensors:
         received, roots, seeds = self._live.pop(micro)

@@ -32,6 +32,7 @@ OPERATORS: Mapping[str, tuple[str, Callable[[tuple[Any, ...], int], float]]] = {
     "_c10d_functional::all_to_all_single": ("all_to_all_single", lambda a, n: _size(a[0]) * (n - 1) / n),
     "_c10d_functional::wait_tensor": ("", lambda a, n: 0),
     "c10d::allreduce_": ("all_reduce", lambda a, n: 2 * _size(a[0]) * (n - 1) / n),
+    "_c10d_functional::all_gather_into_tensor_out": ("all_gather_into_tensor", lambda a, n: _size(a[0]) * (n - 1)),
     "c10d::send": ("send", lambda a, n: _size(a[0])),
     "c10d::recv_": ("recv", lambda a, n: 0),
 }

@@ -1,105 +1,117 @@
-"""The tensors that this rank holds in memory, and whole tensors put together again from all ranks.
+"""The weights that this rank starts with, and whole tensors put together again from what all ranks hold.
 
-A module parameter may stack several named tensors; each has its own rectangle of its own global tensor. Everything
-that treats tensors by name (reduction, norm, decay, proof, checkpoints) goes through `Held.parts`.
+A module parameter may stack several named tensors; each has its own rectangle of its own global tensor, and ZeRO may
+leave a rank only a piece of that. Everything that treats tensors by name (proof, samples, checkpoints) sees pieces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from plait.parallel import collectives as comm
 from plait.parallel.mesh import Mesh
-from plait.placement import Placement
+from plait.parallel.row import Row
+from plait.placement import Piece, Placement, buffers
 from plait.placement.cuts import Rectangle, area
-from plait.placement.place import Placements, homes
+from plait.placement.place import Placements
 from plait.spec.errors import CopiesDiffer
 from plait.spec.model import TensorSpec
 
 Weights = Callable[[TensorSpec, Rectangle], Tensor]  # what a rectangle of a global tensor starts as
+Owned = Callable[[int], list[Piece]]  # what a rank holds
 
 
-@dataclass(frozen=True, eq=False)
-class Held:
-    """A module parameter of this rank: its stage, and the tensors that it stacks along dim 0."""
-
-    stage: int
-    parameter: nn.Parameter
-    placements: tuple[Placement, ...]
-    rows: tuple[int, ...]
-
-    @property
-    def gradient(self) -> Tensor:
-        assert self.parameter.grad is not None
-        return self.parameter.grad
-
-    def parts(self, tensor: Tensor) -> list[tuple[Placement, Tensor]]:
-        """Any tensor of the parameter's shape (weight, gradient, moment), part by part."""
-        return list(zip(self.placements, tensor.split(self.rows), strict=True))
-
-
-def materialise(
-    stage: nn.Module, index: int, placements: Placements, mesh: Mesh, weights: Weights, dtype: torch.dtype
-) -> list[Held]:
-    """Give a stage's meta parameters this rank's rectangles, drawn or read by `weights`."""
-    held = []
-    paths = {path for path, _ in stage.named_parameters(remove_duplicate=False)}
-    for home, stacked in homes(placements, mesh.rank).items():
-        here = [path for path in (home, stacked[0].tensor.also) if path in paths]
-        if here:
-            parts = [weights(p.tensor, p.rectangle(mesh.rank)) for p in stacked]
-            parameter = nn.Parameter(torch.cat(parts).to(mesh.device, dtype))
-            for path in here:
-                parent, _, name = str(path).rpartition(".")
-                setattr(stage.get_submodule(parent), name, parameter)
-            rows = tuple(p.shape(mesh.rank)[0] for p in stacked)
-            held.append(Held(index, parameter, stacked, rows))
-    left = [path for path, parameter in stage.named_parameters() if parameter.is_meta]
+@torch.no_grad()
+def materialise(stages: Mapping[int, nn.Module], rows: Iterable[Row], rank: int, weights: Weights) -> None:
+    """Give the stages' meta parameters memory, and values drawn or read by `weights`: no more than the rank keeps."""
+    for row in rows:
+        row.shape_parameters([_shape(member.placements, rank) for member in row.buffer.members])
+        for parameter, member in zip(row.parameters, row.buffer.members, strict=True):
+            for stage in row.buffer.stages:
+                _attach(stages[stage], (member.home, member.placements[0].tensor.also), parameter)
+        _fill(row, rank, weights)
+    left = [path for stage in stages.values() for path, parameter in stage.named_parameters() if parameter.is_meta]
     assert not left, f"no placement fills {left}"
+
+
+def _shape(stacked: tuple[Placement, ...], rank: int) -> tuple[int, ...]:
+    shapes = [placement.shape(rank) for placement in stacked]
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+def _attach(stage: nn.Module, paths: Iterable[str | None], parameter: nn.Parameter) -> None:
+    there = {path for path, _ in stage.named_parameters(remove_duplicate=False)}
+    for path in paths:
+        if path is not None and path in there:
+            parent, _, name = path.rpartition(".")
+            setattr(stage.get_submodule(parent), name, parameter)
+
+
+def _fill(row: Row, rank: int, weights: Weights) -> None:
+    targets = row.weights() if row.master is row.own else [*row.weights(), *row.masters()]
+    for piece, target in targets:
+        parts = [weights(piece.placement.tensor, rectangle).flatten() for rectangle in piece.rectangles(rank)]
+        target.copy_(torch.cat(parts))
+
+
+def pieces_held(placements: Placements, sharded: bool, unit: str = "element") -> Owned:
+    """What each rank holds, in the order of its buffers: its shards, or whole rectangles."""
+
+    def held(rank: int) -> list[Piece]:
+        shard = next(iter(placements.values())).layout.coordinates(rank).shard if sharded else None
+        return [piece for buffer in buffers(placements, rank, unit) for piece, _ in buffer.pieces(shard)]
+
     return held
 
 
 def gather_whole(
-    parts: Iterable[tuple[Placement, Tensor]], placements: Placements, mesh: Mesh, all_copies: bool = True
+    parts: Iterable[tuple[Piece, Tensor]], owned: Owned, mesh: Mesh, all_copies: bool = True
 ) -> dict[str, Tensor]:
     """Every global tensor, on rank 0 (the others get none), from each rank's parts. For models that fit on one rank.
 
     With `all_copies` (proofs) every rank sends what it holds: raises CopiesDiffer where two that should be identical
     are not. Without, only the first of each.
     """
-    local = {p.tensor.name: part.detach().flatten() for p, part in parts}
+    local = {(piece.placement.tensor.name, piece.start): part.detach().flatten() for piece, part in parts}
     held = [
-        [p for p in placements.values() if p.held_by(rank) and (all_copies or p.first_copy(rank))]
-        for rank in range(mesh.layout.world)
+        [piece for piece in owned(rank) if all_copies or piece.first_copy(rank)] for rank in range(mesh.layout.world)
     ]
-    sizes = [[area(p.rectangle(rank)) for p in mine] for rank, mine in enumerate(held)]
+    sizes = [[piece.stop - piece.start for piece in mine] for mine in held]
     nothing = next(iter(local.values()))[:0]
-    mine = torch.cat([nothing, *(local[p.tensor.name] for p in held[mesh.rank])])
+    mine = torch.cat([nothing, *(local[piece.placement.tensor.name, piece.start] for piece in held[mesh.rank])])
     flats = comm.gather_to_first(mine, [sum(s) for s in sizes], mesh.group("world"))
 
-    pieces: dict[str, dict[int, Tensor]] = {name: {} for name in placements}
+    found: dict[str, list[tuple[int, Piece, Tensor]]] = {}
     for rank, flat in enumerate(flats):
-        for placement, part in zip(held[rank], flat.split(sizes[rank]), strict=True):
-            pieces[placement.tensor.name][rank] = part.view(placement.shape(rank))
-    return {name: _assemble(placements[name], found) for name, found in pieces.items() if found}
+        for piece, part in zip(held[rank], flat.split(sizes[rank]), strict=True):
+            found.setdefault(piece.placement.tensor.name, []).append((rank, piece, part))
+    return {name: _assemble(pieces) for name, pieces in found.items()}
 
 
-def _assemble(placement: Placement, pieces: Mapping[int, Tensor]) -> Tensor:
-    first = next(iter(pieces.values()))
-    whole = first.new_empty(placement.tensor.shape)
-    seen: dict[Rectangle, tuple[int, Tensor]] = {}
-    for rank, piece in pieces.items():
-        rectangle = placement.rectangle(rank)
-        if rectangle in seen:
-            other, same = seen[rectangle]
-            if not torch.allclose(same, piece, rtol=0, atol=0, equal_nan=True):
-                gap = (same - piece).abs().max().item()
-                raise CopiesDiffer(f"{placement.tensor.name}: copies on ranks {other} and {rank} differ by {gap:.3g}")
-        else:
-            seen[rectangle] = rank, piece
-            whole[tuple(slice(*edge) for edge in rectangle)] = piece
+def _assemble(pieces: list[tuple[int, Piece, Tensor]]) -> Tensor:
+    _, first, part = pieces[0]
+    whole = part.new_empty(first.placement.tensor.shape)
+    seen: dict[tuple[Rectangle, int], tuple[int, Tensor]] = {}
+    filled = 0
+    for rank, piece, part in pieces:
+        key = piece.placement.rectangle(rank), piece.start
+        if key in seen:
+            _same(piece.placement.tensor.name, seen[key], (rank, part))
+            continue
+        seen[key] = rank, part
+        rectangles = list(piece.rectangles(rank))
+        for rectangle, values in zip(rectangles, part.split([area(r) for r in rectangles]), strict=True):
+            target = whole[tuple(slice(*edge) for edge in rectangle)]
+            target.copy_(values.view(target.shape))
+        filled += part.numel()
+    assert filled == whole.numel(), f"{filled} of {whole.numel()} elements of {first.placement.tensor.name} are held"
     return whole
+
+
+def _same(name: str, one: tuple[int, Tensor], other: tuple[int, Tensor]) -> None:
+    if not torch.allclose(one[1], other[1], rtol=0, atol=0, equal_nan=True):
+        gap = (one[1] - other[1]).abs().max().item()
+        raise CopiesDiffer(f"{name}: copies on ranks {one[0]} and {other[0]} differ by {gap:.3g}")

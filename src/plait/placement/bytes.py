@@ -1,12 +1,12 @@
-"""Bytes of model states per rank, read off the placement records: weights, gradients, master copy, moments."""
+"""Bytes of model states per rank, read off the buffers: weights, gradients, master copy, moments."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from plait.placement.cuts import area
-from plait.placement.place import Placement, Placements
-from plait.spec.run import RunSpec
+from plait.placement.buffer import buffers
+from plait.placement.place import Placements
+from plait.spec.run import SHARD_UNITS, RunSpec
 
 SIZES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -18,26 +18,21 @@ def element_bytes(run: RunSpec) -> dict[str, int]:
     """Bytes of each kind of state per element of a weight; "float32" widens to a wider compute dtype."""
     compute = SIZES[run.precision.compute]
     full = max(compute, SIZES["float32"])
+    accumulate = run.precision.grad_accumulate
     moments = {"adamw": 2, "sgd": int(run.optim.momentum > 0)}[run.optim.name]
     return {
         "weights": compute,
-        "gradients": max(compute, SIZES[run.precision.grad_accumulate]),
+        "gradients": full if accumulate == "float32" else SIZES[accumulate],
         "master": full if compute < full else 0,
         "moments": moments * full,
     }
 
 
 def state_bytes(placements: Placements, run: RunSpec, rank: int) -> dict[str, int]:
-    """Kind of state -> bytes on `rank`, ZeRO's padding included."""
-    held = [p for p in placements.values() if p.held_by(rank)]
+    """Kind of state -> bytes on `rank`, the padding of its buffers included."""
+    stage = next(iter(placements.values())).zero_stage
+    held = buffers(placements, rank, SHARD_UNITS[run.optim.name])
     return {
-        kind: each * sum(_elements(p, rank, p.zero_stage >= SHARDED_FROM[kind]) for p in held)
+        kind: each * sum(b.length if stage >= SHARDED_FROM[kind] else b.size for b in held)
         for kind, each in element_bytes(run).items()
     }
-
-
-def _elements(placement: Placement, rank: int, sharded: bool) -> int:
-    if not sharded:
-        return area(placement.rectangle(rank))
-    own = placement.zero_slice(rank)
-    return own.stop - own.start + own.padding

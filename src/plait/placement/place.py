@@ -11,23 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
-from plait.placement.cuts import CUTS, Rectangle, area, piece
+from plait.placement.cuts import CUTS, Rectangle, piece
 from plait.placement.stages import StageMap, stage_map
 from plait.spec.layout import Layout
 from plait.spec.model import ModelSpec, TensorSpec
 from plait.spec.run import ZeroSpec
-
-
-@dataclass(frozen=True)
-class ZeroSlice:
-    """The part of a local rectangle, read as one flat row of elements, that a rank owns under ZeRO.
-
-    Every rank of the shard group has the same length; `padding` elements at the end of the last ones hold nothing.
-    """
-
-    start: int
-    stop: int
-    padding: int
 
 
 @dataclass(frozen=True)
@@ -40,12 +28,27 @@ class Placement:
 
     tensor: TensorSpec
     layout: Layout
-    holders: tuple[int, ...]  # pp coordinates
     stages: tuple[int, ...]
+    owners: tuple[int, ...]  # the pp coordinate of each
     dim: int | None
     over: str
     partial: tuple[str, ...]
     zero_stage: int = 0
+
+    @cached_property
+    def holders(self) -> tuple[int, ...]:
+        """The pp coordinates that hold it."""
+        return tuple(dict.fromkeys(self.owners))
+
+    @property
+    def domain(self) -> str:
+        """The group of all ranks whose tokens meet these weights; ZeRO shards over it, or over a part of it."""
+        return self.partial[0]
+
+    @property
+    def copied_over_tp(self) -> bool:
+        """Whether several tp ranks hold the same rectangle."""
+        return self.layout.tp > (1 if self.dim is None else self.layout.size(self.over))
 
     @cached_property
     def copies(self) -> int:
@@ -59,6 +62,11 @@ class Placement:
 
     def held_by(self, rank: int) -> bool:
         return self.layout.coordinates(rank).pp in self.holders
+
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        """The stages of `rank` that hold it."""
+        pp = self.layout.coordinates(rank).pp
+        return tuple(stage for stage, owner in zip(self.stages, self.owners, strict=True) if owner == pp)
 
     def rectangle(self, rank: int) -> Rectangle:
         """What `rank` holds of the global tensor; a rank of another stage holds nothing and asking is a bug."""
@@ -74,19 +82,15 @@ class Placement:
         """The local shape."""
         return tuple(stop - start for start, stop in self.rectangle(rank))
 
-    def first_copy(self, rank: int) -> bool:
-        """Whether `rank` is the one of its identical copies that speaks for all (a file's writer, a sum's term)."""
+    def first_copy(self, rank: int, sharded: bool = False) -> bool:
+        """Whether `rank` is the one of its identical copies that speaks for all (a file's writer, a sum's term).
+
+        `sharded`: each rank speaks for its shard of the rectangle only.
+        """
         at = self.layout.coordinates(rank)
         along_tp = at.tp if self.dim is None else at.copy if self.over == "kv" else 0
-        return (at.pp, at.dp, at.cp, along_tp) == (self.holders[0], 0, 0, 0)
-
-    def zero_slice(self, rank: int) -> ZeroSlice:
-        """The owned part of the local rectangle: contiguous, equal lengths, padded at the end."""
-        size, shards = area(self.rectangle(rank)), self.layout.size("shard")
-        length = -(-size // shards)
-        start = min(size, self.layout.coordinates(rank).shard * length)
-        stop = min(size, start + length)
-        return ZeroSlice(start, stop, length - (stop - start))
+        along_domain = at.replicate if sharded else at.dp + at.cp
+        return (at.pp, along_domain, along_tp) == (self.holders[0], 0, 0)
 
 
 Placements = Mapping[str, Placement]
@@ -102,13 +106,13 @@ def place(model: ModelSpec, layout: Layout, zero: ZeroSpec, stages: StageMap | N
 def _placement(tensor: TensorSpec, layout: Layout, zero: ZeroSpec, stages: StageMap) -> Placement:
     cut = CUTS[tensor.role]
     held = stages.holding(tensor)
-    holders = tuple(dict.fromkeys(stages.owner[stage] for stage in held))
+    owners = tuple(stages.owner[stage] for stage in held)
     partial = ("dp_cp", *cut.partial)
     if layout.sequence_parallel:
         partial += cut.partial_split
-    if len(holders) > 1:
+    if len(set(owners)) > 1:
         partial += ("tied",)
-    return Placement(tensor, layout, holders, held, cut.dim, cut.over, partial, zero.stage)
+    return Placement(tensor, layout, held, owners, cut.dim, cut.over, partial, zero.stage)
 
 
 def homes(placements: Placements, rank: int) -> dict[str, tuple[Placement, ...]]:

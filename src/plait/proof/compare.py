@@ -120,7 +120,7 @@ def _scalar(one: list[float], split: list[float]) -> Scalar:
 
 
 def _worst(one: Mapping[str, Tensor], split: Mapping[str, Tensor], limit: float) -> Worst:
-    assert list(one) == list(split), f"tensors differ: {sorted(set(one) ^ set(split))}"
+    assert one.keys() == split.keys(), f"tensors differ: {sorted(set(one) ^ set(split))}"
     largest = max(tensor.abs().max().item() for tensor in one.values())
     errors = {name: error(split[name].to(tensor), tensor, largest) for name, tensor in one.items()}
     errors = {name: math.inf if math.isnan(value) else value for name, value in errors.items()}

@@ -13,7 +13,7 @@ from typing import Any
 from plait.spec.available import SCHEDULES
 from plait.spec.fit import fit, violations
 from plait.spec.model import ModelSpec
-from plait.spec.run import BatchSpec, DataSpec, LayoutSpec, RunSpec, ScheduleSpec, TrainSpec
+from plait.spec.run import BatchSpec, DataSpec, LayoutSpec, RunSpec, ScheduleSpec, TrainSpec, ZeroSpec
 
 MOST_RANKS = 8
 ORDERS = (("pp", "dp", "cp", "tp"), ("dp", "pp", "cp", "tp"), ("tp", "dp", "cp", "pp"))
@@ -44,8 +44,17 @@ FEATURES: Mapping[str, Callable[[RunSpec], bool]] = {
     "qk norm": lambda r: r.model.qk_norm,
     "window": lambda r: r.model.window is not None,
     "masked documents": lambda r: r.data.mask_documents,
+    **{f"ZeRO {stage}": lambda r, stage=stage: r.zero.stage == stage for stage in range(4)},  # type: ignore[misc]
+    "shards": lambda r: r.zero.stage > 0 and _shards(r) > 1,
+    "hybrid shards": lambda r: r.zero.stage > 0 and _shards(r) < (r.layout.dp or 1),
+    "sharded gradients": lambda r: r.zero.stage > 1 and _shards(r) > 1,
+    "sharded gradients in a pipeline": lambda r: r.zero.stage > 1 and _shards(r) > 1 and r.layout.pp > 1,
     "uneven labels": lambda r: r.data.source == "synthetic",
 }
+
+
+def _shards(run: RunSpec) -> int:
+    return run.zero.shard if isinstance(run.zero.shard, int) else run.layout.dp or 1
 
 
 def draw_run(seed: int, number: int) -> RunSpec:
@@ -71,6 +80,7 @@ def _draw(dice: random.Random, every_axis: bool) -> RunSpec:
         layout=layout,
         schedule=ScheduleSpec(name=dice.choice(SCHEDULES)),
         batch=BatchSpec(global_size=(layout.dp or 1) * micro * micro_batches, micro_size=micro, sequence=sequence),
+        zero=_zero(dice, layout),
         data=DataSpec(source="synthetic", mask_documents=dice.random() < 0.3),
         train=TrainSpec(seed=dice.randrange(2**31)),
     )
@@ -83,6 +93,12 @@ def _layout(dice: random.Random, every_axis: bool) -> LayoutSpec:
             break
     order = dice.choice((ORDERS[0], *ORDERS))
     return LayoutSpec(tp=tp, pp=pp, dp=dp, sequence_parallel=dice.random() < 0.6, order=order)
+
+
+def _zero(dice: random.Random, layout: LayoutSpec) -> ZeroSpec:
+    dp = layout.dp or 1
+    shard: Any = dice.choice([n for n in range(1, dp + 1) if dp % n == 0]) if dice.random() < 0.4 else "all"
+    return ZeroSpec(stage=dice.choice((0, 1, 2, 3)), shard=shard, keep=dice.random() < 0.3)
 
 
 def _model(dice: random.Random, layout: LayoutSpec, sequence: int) -> ModelSpec:
@@ -118,6 +134,6 @@ def one_line(run: RunSpec) -> str:
     """One line that names a drawn run."""
     layout, model = fit(run), run.model
     return (
-        f"tp {layout.tp} pp {layout.pp} dp {layout.dp} {run.schedule.name} layers {model.layers} "
+        f"tp {layout.tp} pp {layout.pp} dp {layout.dp} {run.schedule.name} zero {run.zero.stage} layers {model.layers} "
         f"heads {model.heads}/{model.kv_heads} vocab {model.vocab}"
     )

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from plait.models.attention import Core
 from plait.models.where import Where
-from plait.parallel import collectives, gradients, tensor
+from plait.parallel import collectives, tensor, zero
 from plait.parallel.collectives import Group, Transfer
-from plait.parallel.gradients import Gradients
+from plait.parallel.row import Row
 from plait.parallel.stage import DecoderStage
 from plait.parallel.tensor import RowLinear, SplitTokens
-from plait.placement import Placement
+from plait.parallel.zero import States
+from plait.placement import Piece
 from plait.train.step import Step
 
 
@@ -42,22 +43,22 @@ def mean_of_rank_means() -> None:
 
 def split_norms_not_summed() -> None:
     """Norm gradients of split tokens stay partial over tp."""
-    _replace(gradients, "SECOND_GROUPS", ("copies", "tied"))
+    _replace(zero, "SECOND_GROUPS", ("copies", "tied"))
 
 
 def copied_heads_not_summed() -> None:
     """Key and value gradients stay partial where tp ranks share kv heads."""
-    _replace(gradients, "SECOND_GROUPS", ("tp", "tied"))
+    _replace(zero, "SECOND_GROUPS", ("tp", "tied"))
 
 
 def tied_table_not_summed() -> None:
     """First and last stage keep their own gradient of the tied table."""
-    _replace(gradients, "SECOND_GROUPS", ("copies", "tp"))
+    _replace(zero, "SECOND_GROUPS", ("copies", "tp"))
 
 
 def copies_counted_in_norm() -> None:
     """The gradient norm counts every copy of a tensor."""
-    _replace(Placement, "copies", 1)
+    _replace(Piece, "copies", 1)
 
 
 def input_gradient_not_summed() -> None:
@@ -114,29 +115,74 @@ def bias_added_by_every_rank() -> None:
 
 def sent_before_complete() -> None:
     """Gradients are reduced after the first micro-batch instead of the last."""
-    plain, arm = Gradients.zero, Gradients.arm
+    plain, arm = States.begin, States.arm
 
-    def zero_and_arm(self: Gradients) -> None:
+    def begin_and_arm(self: States) -> None:
         plain(self)
-        for stage in self.buckets:
+        for stage in self._of_stage:
             arm(self, stage)
 
-    _replace(Gradients, "zero", zero_and_arm)
-    _replace(Gradients, "arm", lambda self, stage: None)
+    _replace(States, "begin", begin_and_arm)
+    _replace(States, "arm", lambda self, stage: None)
 
 
 def last_micro_batch_only() -> None:
     """Each micro-batch overwrites the gradient of the one before."""
-    plain = DecoderStage.backward
+    plain = Row.add
 
-    def backward(self: DecoderStage, micro: int, grads: Any) -> Any:
-        if self._live and micro > 0:
-            for parameter in self.module.parameters():
-                assert parameter.grad is not None
-                parameter.grad.zero_()
-        return plain(self, micro, grads)
+    def add(self: Row, index: int, gradient: Tensor) -> None:
+        self._filled[index] = False
+        plain(self, index, gradient)
 
-    _replace(DecoderStage, "backward", backward)
+    _replace(Row, "add", add)
+
+
+def padding_in_a_weight() -> None:
+    """A shard begins one element too early, so that the end of a buffer holds padding where a weight's gradient was."""
+    plain = collectives.sum_to_shards
+
+    def shifted(x: Tensor, group: Group) -> Transfer:
+        return plain(x.roll(1) if group.size > 1 else x, group)
+
+    _replace(collectives, "sum_to_shards", shifted)
+
+
+def last_reduction_only() -> None:
+    """Stage 2 keeps the shard of the last micro-batch, not the sum of all."""
+    plain = Row.settle
+
+    def settle(self: Row) -> None:
+        if self._reducing is not None:
+            self._sum = None
+        plain(self)
+
+    _replace(Row, "settle", settle)
+
+
+def replicas_not_summed() -> None:
+    """Hybrid sharding forgets the ranks that repeat a shard."""
+    _replace(Row, "start_repeat", lambda self: self.settle())
+
+
+def shards_counted_as_copies() -> None:
+    """The norm divides a shard's square by the copies of the whole tensor."""
+    _replace(Piece, "copies", property(lambda self: self.placement.copies))
+
+
+def overflow_not_reduced() -> None:
+    """Each rank takes the norm of its own gradients, by which it also judges whether a step overflowed."""
+    plain = Step._over_world
+
+    def local(self: Step, norm_squared: Tensor) -> tuple[float, float, float]:
+        _, loss, count = plain(self, norm_squared)
+        return norm_squared.item(), loss, count
+
+    _replace(Step, "_over_world", local)
+
+
+def old_weights_gathered() -> None:
+    """The optimizer's new weights are not made everyone's."""
+    _replace(Row, "publish", lambda self: Transfer(self.own, []))
 
 
 def stale_pipeline_gradient() -> None:
@@ -189,6 +235,12 @@ BUGS: Mapping[str, Callable[[], None]] = {
         sent_before_complete,
         last_micro_batch_only,
         stale_pipeline_gradient,
+        padding_in_a_weight,
+        last_reduction_only,
+        replicas_not_summed,
+        shards_counted_as_copies,
+        overflow_not_reduced,
+        old_weights_gathered,
         dropout_without_step,
     )
 }

@@ -14,7 +14,7 @@ from plait.models.init import draw
 from plait.parallel.launch import launch
 from plait.parallel.mesh import Mesh
 from plait.parallel.parallelize import parallelize
-from plait.parallel.weights import gather_whole
+from plait.parallel.weights import gather_whole, pieces_held
 from plait.parallel.world import World, joined_world, run_here
 from plait.proof.compare import Verdict, compare
 from plait.proof.reference import Outcome, reference
@@ -92,12 +92,13 @@ def _split(world: World, run: RunSpec, mesh: Mesh, samples: Samples) -> Outcome:
         world.progress(number, "proof")
         sums = step.backward(number, batch(samples, number - 1, run.batch.global_size, rows))
         if number == 1:
-            outcome.gradients = gather_whole(step.gradients.views(), parallel.placements, mesh)
+            owned = pieces_held(parallel.placements, sharded=run.zero.stage > 0)
+            outcome.gradients = gather_whole(parallel.states.gradients(), owned, mesh)
         outcome.losses.append(sums.loss)
         outcome.norms.append(sums.norm)
         step.update(sums)
-    weights = [part for held in parallel.held for part in held.parts(held.parameter)]
-    outcome.weights = gather_whole(weights, parallel.placements, mesh)
+    owned = pieces_held(parallel.placements, sharded=run.zero.stage == 3)
+    outcome.weights = gather_whole(parallel.states.weights(), owned, mesh)
     return outcome
 
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from plait.placement import Placement, place, stage_map
+from plait.placement import Placement, buffers, place, stage_map
 from plait.placement.bytes import SHARDED_FROM, element_bytes, state_bytes
 from plait.report.table import numbers, table
 from plait.spec.layout import Layout
-from plait.spec.run import RunSpec
+from plait.spec.run import SHARD_UNITS, RunSpec
 from plait.spec.units import format_bytes
 
 NOT_COUNTED = ("activations", "communication buffers", "the allocator's and torch's own")
@@ -116,7 +116,7 @@ def _padding(held: Mapping[str, Placement], run: RunSpec, rank: int) -> int:
     """Bytes in a rank's slices that hold nothing."""
     stage = next(iter(held.values())).zero_stage
     sharded = sum(each for kind, each in element_bytes(run).items() if stage >= SHARDED_FROM[kind])
-    return sharded * sum(placement.zero_slice(rank).padding for placement in held.values()) if sharded else 0
+    return sharded * sum(b.padding for b in buffers(held, rank, SHARD_UNITS[run.optim.name])) if sharded else 0
 
 
 def _kinds_table(picture: MemoryPicture) -> list[str]:

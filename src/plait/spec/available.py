@@ -14,16 +14,10 @@ from plait.spec.run import RunSpec
 
 SCHEDULES = ("gpipe", "1f1b")  # of the names that scripts rely on
 KNOWN_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "dualpipe-v")
-HALVES = ("bfloat16", "float16")
 
 
 def _above_one(value: Any, run: RunSpec) -> bool:
     return bool(value > 1)
-
-
-def _other_dtype(value: Any, run: RunSpec) -> bool:
-    """Gradients have the compute dtype so far; "float32" is at least that wide, so it asks for nothing more."""
-    return value in HALVES or (value == "float64") > (run.precision.compute == "float64")
 
 
 # Key, whether its value in this run is one that is missing, a value that is there.
@@ -36,10 +30,6 @@ NOT_YET: tuple[tuple[str, Callable[[Any, RunSpec], bool], str], ...] = (
     ("schedule.name", lambda value, run: value in set(KNOWN_SCHEDULES) - set(SCHEDULES), " or ".join(SCHEDULES)),
     ("schedule.chunks", _above_one, "1"),
     ("schedule.file", lambda value, run: value is not None, "schedule.name"),
-    ("zero.stage", lambda value, run: value > 0, "0"),
-    ("precision.compute", lambda value, run: value in HALVES, "'float32'"),
-    ("precision.grad_accumulate", _other_dtype, "'float32'"),
-    ("precision.grad_reduce", _other_dtype, "'float32'"),
     ("recompute.mode", lambda value, run: value != "none", "'none'"),
     ("train.resume", lambda value, run: value is not None, ""),
     ("checkpoint.every", lambda value, run: value > 0, "0"),

@@ -26,6 +26,7 @@ MOST_RANKS = 2**20  # a world is a table in memory, and one beyond any machine i
 
 # Group -> the coordinates that its ranks have in common; along all others they differ.
 GROUPS: Mapping[str, tuple[str, ...]] = {
+    "self": AXES,
     "pp": ("dp", "cp", "tp"),
     "dp": ("pp", "cp", "tp"),
     "cp": ("pp", "dp", "tp"),
@@ -49,11 +50,12 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 AXIS_OF: Mapping[str, str] = {
     **{name: name for name in ("pp", "dp", "cp", "tp", "ep", "tied", "world")},
     "kv": "tp", "copies": "tp", "ring": "cp", "ulysses": "cp", "dp_cp": "dp", "shard": "dp", "replicate": "dp",
-    "edp": "dp", "etp": "tp", "stage": "world",
+    "edp": "dp", "etp": "tp", "stage": "world", "self": "world",
 }  # fmt: skip
 
 # Group -> how many ranks stand in each group of that name.
 SIZES: Mapping[str, Callable[[Layout], int]] = {
+    "self": lambda x: 1,
     "pp": lambda x: x.pp,
     "dp": lambda x: x.dp,
     "cp": lambda x: x.cp,

@@ -6,6 +6,7 @@ sections at once (does the batch divide?) is judged in `fit.py`; what this versi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, Strict
@@ -17,6 +18,8 @@ from plait.spec.presets import PRESETS
 
 Texts = Annotated[tuple[str, ...], Strict(False)]  # TOML has lists, a frozen value has tuples
 DType = Literal["float32", "bfloat16", "float16", "float64"]
+# Optimizer -> what the border of a ZeRO shard may not cut: "element", or "matrix" where whole ones are needed.
+SHARD_UNITS: Mapping[str, str] = {"adamw": "element", "sgd": "element"}
 BYTE_VOCAB = 257  # text without a tokenizer: the 256 bytes, and the end of a document
 
 
@@ -60,11 +63,19 @@ class ZeroSpec(Spec):
 
 
 class PrecisionSpec(Spec):
-    """[precision]: "float32" of accumulation and reduction means the wider of float32 and the compute dtype."""
+    """[precision]: "float32" of accumulation and reduction means the wider of float32 and the compute dtype.
+
+    `scale…` rule the dynamic loss scale of float16: where it starts, after how many good steps it doubles, how many
+    overflows halve it, and below which value the run stops.
+    """
 
     compute: DType = "float32"
     grad_accumulate: DType = "float32"
     grad_reduce: DType = "float32"
+    scale: float = Field(65536.0, gt=0)
+    scale_growth_every: int = Field(2000, ge=1)
+    scale_hysteresis: int = Field(1, ge=1)
+    scale_floor: float = Field(1.0, gt=0)
 
 
 class RecomputeSpec(Spec):

@@ -15,8 +15,8 @@ from plait.models.decoder import Decoder
 from plait.models.hf import load_weights
 from plait.models.sample import sample
 from plait.parallel import collectives as comm
-from plait.parallel.parallelize import DTYPES
-from plait.parallel.weights import gather_whole
+from plait.parallel.precision import DTYPES, Dtypes
+from plait.parallel.weights import gather_whole, pieces_held
 from plait.parallel.world import World
 from plait.spec.run import RunSpec
 from plait.spec.units import format_bytes, format_count
@@ -57,24 +57,16 @@ def _opening(training: Training) -> list[str]:
     run, layout, data = training.run, training.mesh.layout, training.data
     axes = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in layout.order)
     micro_batches = training.step.schedule.micro_batches
-    precision = run.precision
     repetition = announce_repetition(data.train, run.train.steps, run.batch.global_size)
     return [
         f"model: {run.model.family}, {format_count(run.model.parameter_count())} parameters",
         f"layout: {layout.world} ranks = {axes}{', sequence parallel' if layout.sequence_parallel else ''}; "
         f"schedule {run.schedule.name}, {micro_batches} micro-batches of {run.batch.micro_size} × {run.batch.sequence}",
-        f"precision: compute {precision.compute}, gradients accumulated in {_wider(run, precision.grad_accumulate)} "
-        f"and reduced in {_wider(run, precision.grad_reduce)}",
+        f"precision: {Dtypes.of(run.precision)}",
         data.summary,
         *data.notices,
         *([repetition] if repetition else []),
     ]
-
-
-def _wider(run: RunSpec, asked: str) -> str:
-    """The dtype that is meant: never narrower than what is computed in."""
-    meant = torch.promote_types(DTYPES[run.precision.compute], DTYPES[asked])
-    return str(meant).removeprefix("torch.")
 
 
 def _record_spans(training: Training, folder: Path | None) -> None:
@@ -118,8 +110,8 @@ def _summary(training: Training, history: list[Metrics], folder: Path | None) ->
 def _sample(training: Training) -> str | None:
     """Some text from the trained weights, gathered on rank 0 into a model of one device."""
     run, mesh, data = training.run, training.mesh, training.data
-    parts = [part for held in training.parallel.held for part in held.parts(held.parameter)]
-    whole = gather_whole(parts, training.parallel.placements, mesh, all_copies=False)
+    owned = pieces_held(training.parallel.placements, sharded=run.zero.stage == 3)
+    whole = gather_whole(training.parallel.states.weights(), owned, mesh, all_copies=False)
     if mesh.rank > 0:
         return None
     model = Decoder(run.model, mesh.device, DTYPES[run.precision.compute])

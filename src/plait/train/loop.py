@@ -98,7 +98,10 @@ def _one_step(training: Training, number: int) -> Metrics:
     peak = peak_flops(mesh.device, run.precision.compute)
     flops = flops_per_token(run.model, run.batch.sequence).training * tokens
     mfu = None if peak is None else flops / seconds / (peak * mesh.layout.world)
-    return Metrics(number, sums.loss, sums.norm, lr, sums.labels, step.updates, seconds, tokens / seconds, mfu)
+    scale = step.scale.value if step.scale.dynamic else None
+    return Metrics(
+        number, sums.loss, sums.norm, lr, sums.labels, step.updates, seconds, tokens / seconds, mfu, loss_scale=scale
+    )
 
 
 @contextmanager

@@ -16,6 +16,7 @@ class Metrics:
     """One step. Loss in nats per token over the global batch; `norm` before clipping; rates per wall-clock second.
 
     `updates` counts the updates so far; `lr` is None where the step was skipped; `eval_loss` where none was made.
+    `loss_scale` is what the next step's loss will be multiplied by (fp16; None in other dtypes).
     """
 
     step: int
@@ -28,6 +29,14 @@ class Metrics:
     tokens_per_second: float
     mfu: float | None = None
     eval_loss: float | None = None
+    loss_scale: float | None = None
+
+    @property
+    def skipped(self) -> str | None:
+        """Why weights were left as they are."""
+        if self.lr is not None:
+            return None
+        return "no valid label in the batch" if self.labels == 0 else f"fp16 overflow, loss scale {self.loss_scale:g}"
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

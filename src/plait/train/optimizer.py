@@ -1,4 +1,4 @@
-"""The optimizer of this rank's parameters: torch's own, in two groups (matrices decay, norms and biases do not)."""
+"""The optimizer of this rank's master weights: torch's own, in two groups (matrices decay, norms and biases do not)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch._dynamo  # any optimizer's first step imports it, seconds: once here, not in each forked rank
 
-from plait.parallel.weights import Held
+from plait.parallel.zero import Parts
 from plait.spec.run import OptimSpec
 
 
@@ -27,13 +27,14 @@ OPTIMIZERS: Mapping[str, Callable[[list[dict[str, Any]], OptimSpec], torch.optim
 }
 
 
-def make_optimizer(held: list[Held], optim: OptimSpec) -> torch.optim.Optimizer:
-    """torch's optimizer of that name over what this rank holds."""
+def make_optimizer(masters: Parts, optim: OptimSpec) -> torch.optim.Optimizer:
+    """torch's optimizer of that name over the pieces that this rank updates."""
     groups = [
         {
-            "params": [h.parameter for h in held if h.placements[0].decays is decays],
+            "params": [master for piece, master in masters if piece.placement.decays is decays],
             "weight_decay": optim.weight_decay if decays else 0.0,
         }
         for decays in (True, False)
     ]
-    return OPTIMIZERS[optim.name]([group for group in groups if group["params"]], optim)
+    # A rank may hold no shard of a small model: then it has an optimizer of nothing.
+    return OPTIMIZERS[optim.name]([group for group in groups if group["params"]] or groups[:1], optim)

@@ -32,8 +32,8 @@ class Progress:
 
     def write(self, metrics: Metrics, memory: int) -> None:
         self.seconds += metrics.seconds
-        if metrics.lr is None:
-            print(f"step {metrics.step}: no valid label in the batch, weights unchanged", file=sys.stderr, flush=True)
+        if metrics.skipped:
+            print(f"step {metrics.step}: {metrics.skipped}; weights unchanged", file=sys.stderr, flush=True)
         if metrics.step % self.every and metrics.step != 1 and metrics.eval_loss is None:
             return
         left = (self.steps - metrics.step) * self.seconds / metrics.step

@@ -17,11 +17,12 @@ from plait.models.dropout import step_key
 from plait.models.where import Where
 from plait.parallel import collectives as comm
 from plait.parallel.faults import strike
-from plait.parallel.gradients import Gradients, local_norm_squared
 from plait.parallel.mesh import Mesh
 from plait.parallel.parallelize import Parallel
 from plait.parallel.pipeline import Pipeline
+from plait.parallel.precision import LossScale
 from plait.parallel.stage import Denominators, Micro
+from plait.parallel.zero import local_norm_squared
 from plait.schedule import Span
 from plait.schedule.of_run import schedules
 from plait.spec.errors import TrainingStopped
@@ -31,7 +32,10 @@ from plait.train.rates import rate
 
 
 class Sums(NamedTuple):
-    """What every rank knows after a step's backward: mean loss (nats/token), raw gradient norm, valid labels."""
+    """What every rank knows after a step's backward: mean loss (nats/token), raw gradient norm, valid labels.
+
+    `norm` is that of the loss itself, whatever scale the gradients still have.
+    """
 
     step: int
     loss: float
@@ -40,53 +44,76 @@ class Sums(NamedTuple):
 
 
 class Step:
-    """The steps of one rank. `updates` counts optimizer updates; a step without a valid label is not one."""
+    """The steps of one rank. `updates` counts optimizer updates; a step that was skipped is not one."""
 
     def __init__(self, run: RunSpec, mesh: Mesh, parallel: Parallel) -> None:
         self.run, self.mesh, self.stages = run, mesh, parallel.stages
         self.updates = 0
         self.spans: list[Span] = []
-        self.gradients = Gradients(parallel.held, parallel.placements, mesh)
-        self.pipeline = Pipeline(parallel.stages, mesh, self.gradients)
+        self.states, self.domain = parallel.states, mesh.group("dp_cp")
+        self.pipeline = Pipeline(parallel.stages, mesh, parallel.states)
         self.schedule, self.evaluation = schedules(run, mesh.layout.dp)
-        self.optimizer = make_optimizer(parallel.held, run.optim)
+        masters = parallel.states.masters()
+        self.masters = [master for _, master in masters]
+        self.optimizer = make_optimizer(masters, run.optim)
+        self.scale = LossScale(run.precision)
 
     def backward(self, step: int, batch: Batch) -> Sums:
         """Raw gradients of this rank's rows of the global batch, summed over every group."""
-        self.gradients.zero()
+        self.states.begin()
         labels = (batch.labels != IGNORED).sum().to(self.mesh.device)
-        denominators = Denominators({"loss": labels}, self.mesh.group("dp_cp"))
+        denominators = Denominators({"loss": labels}, self.domain, self.scale.value)
         self._begin(step, batch, denominators)
         strike(self.mesh.rank, step, "forward")
         self.spans = self.pipeline.run(self.schedule)
         denominators.wait()
         strike(self.mesh.rank, step, "collective")
-        self.gradients.finish()
-        norm_squared, loss, count = self._over_world(local_norm_squared(self.gradients))
-        return Sums(step, loss / max(count, 1), math.sqrt(norm_squared), round(count))
+        self.states.finish()
+        norm_squared, loss, count = self._over_world(local_norm_squared(self.states.gradients()))
+        return Sums(step, loss / max(count, 1), math.sqrt(norm_squared) / self.scale.value, round(count))
 
     def update(self, sums: Sums) -> float | None:
-        """Clip and apply the gradients; the learning rate used, or None where the batch had no label to learn from.
+        """Clip and apply the gradients; the learning rate used, or None where the step is skipped on every rank.
 
-        Raises TrainingStopped on every rank alike where loss or norm is not finite; weights are as before then.
+        That is where the batch had no label to learn from, or gradients overflowed fp16. Raises TrainingStopped where
+        loss or norm is not finite in another dtype, or the loss scale cannot fall; weights are as before then.
         """
         if not (math.isfinite(sums.loss) and math.isfinite(sums.norm)):
-            raise TrainingStopped(
-                f"step {sums.step}: loss {sums.loss}, gradient norm {sums.norm}: not finite",
-                "the weights are those of the step before; a lower optim.lr or optim.clip often helps",
-            )
+            self._not_finite(sums)
+            return None
         if sums.labels == 0:
             return None
         optim = self.run.optim
-        if optim.clip and sums.norm > optim.clip:
-            self.gradients.scale(optim.clip / sums.norm)
+        clip = optim.clip / sums.norm if optim.clip and sums.norm > optim.clip else 1.0
         self.updates += 1
         lr = rate(self.updates, optim, self.run.train.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         strike(self.mesh.rank, sums.step, "update")
-        self.optimizer.step()
+        self._apply(clip / self.scale.value)
+        self.scale.succeeded()
         return lr
+
+    def _apply(self, factor: float) -> None:
+        """The optimizer's update with gradients times `factor`; then every rank has the new weights."""
+        gradients = [
+            part.to(master.dtype) for (_, part), master in zip(self.states.gradients(), self.masters, strict=True)
+        ]
+        if factor != 1:
+            torch._foreach_mul_(gradients, factor)
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            master.grad = gradient
+        self.optimizer.step()
+        self.states.publish()
+
+    def _not_finite(self, sums: Sums) -> None:
+        if self.scale.dynamic:
+            self.scale.overflowed(sums.step)
+            return
+        raise TrainingStopped(
+            f"step {sums.step}: loss {sums.loss}, gradient norm {sums.norm}: not finite",
+            "the weights are those of the step before; a lower optim.lr or optim.clip often helps",
+        )
 
     def evaluate(self, batch: Batch) -> tuple[float, int]:
         """Sum of token losses (nats) and number of labels over the whole batch; leaves training as it was."""

@@ -1,4 +1,4 @@
-"""Gradients are sums over the whole batch, reduced once, counted once in the norm, and equal on every replica."""
+"""Gradients are sums over the whole batch, counted once in the norm, equal on every replica, whatever is sharded."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.parallel.gradients import local_norm_squared
 from plait.parallel.mesh import Mesh
 from plait.parallel.traffic import TrafficCounter
+from plait.parallel.zero import local_norm_squared
+from plait.placement import Placement
 from plait.spec.layout import Layout
-from plait.spec.run import BatchSpec, LayoutSpec, OptimSpec, RunSpec
+from plait.spec.run import BatchSpec, LayoutSpec, OptimSpec, PrecisionSpec, RunSpec
 from tests.fixtures import T0, T0_GROUPED, T0_TIED, assert_equals_one_device, run_of
 from tests.launching import on_ranks
 from tests.ranks import Rank, gradients_of, hold, one_number, rows_of_numbers
@@ -25,27 +26,26 @@ LAYOUTS: list[dict[str, Any]] = [
 
 def numbers_run(**layout: int) -> RunSpec:
     rows = layout.get("dp", 1) * layout.pop("micro_batches", 1)
-    return RunSpec(layout=LayoutSpec(**layout), batch=BatchSpec(global_size=rows, micro_size=1, sequence=5))
+    batch, precision = BatchSpec(global_size=rows, micro_size=1, sequence=5), PrecisionSpec(compute="float64")
+    return RunSpec(layout=LayoutSpec(**layout), batch=batch, precision=precision)
 
 
 def test_a_rank_with_few_labels_does_not_weigh_more() -> None:
     """5 tokens of gradient 1 on one rank, 1 of gradient 4 on the other: 9/6, where a mean of means says 2.5."""
 
     def run(rank: int, world: int) -> tuple[float, float]:
-        step, w = one_number(numbers_run(dp=2))
+        step, _ = one_number(numbers_run(dp=2))
         sums = step.backward(1, rows_of_numbers([[1] * 5, [4] + [-1] * 4][rank], first=rank))
-        assert w.grad is not None
-        return w.grad.item(), sums.loss
+        return gradients_of(step.states)["w"].item(), sums.loss
 
     assert on_ranks(2, run) == [(1.5, 1.5), (1.5, 1.5)]
 
 
 def test_a_micro_batch_with_few_labels_does_not_weigh_more() -> None:
     """Token losses {4} and {1, 1, 1} in two micro-batches: 7/4, where a mean of means says 2.5."""
-    step, w = one_number(numbers_run(micro_batches=2))
+    step, _ = one_number(numbers_run(micro_batches=2))
     sums = step.backward(1, rows_of_numbers([4] + [-1] * 4, [1, 1, 1, -1, -1]))
-    assert w.grad is not None
-    assert (sums.loss, w.grad.item(), sums.labels) == (1.75, 1.75, 4)
+    assert (sums.loss, gradients_of(step.states)["w"].item(), sums.labels) == (1.75, 1.75, 4)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
@@ -66,28 +66,28 @@ def test_each_gradient_element_is_reduced_once_a_step_whatever_the_accumulation(
 
 
 def test_gradients_leave_in_buckets_while_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.parallel.gradients.BUCKET_ELEMENTS", 4000)
+    monkeypatch.setattr("plait.placement.buffer.BUCKET_ELEMENTS", 4000)
 
     def run(rank: int, world: int) -> tuple[int, int]:
         mine = Rank.of(run_of(T0, dp=2, micro_batches=2))
         sent_before_flush = 0
-        flush = mine.step.gradients.flush
+        flush = mine.step.states.flush
 
         def watched(stage: int) -> None:
             nonlocal sent_before_flush
-            sent_before_flush = sum(b.transfer is not None for b in mine.step.gradients.buckets[stage])
+            sent_before_flush = sum(row._reducing is not None for row in mine.step.states.rows)
             flush(stage)
 
-        mine.step.gradients.flush = watched  # type: ignore[method-assign]
+        mine.step.states.flush = watched  # type: ignore[method-assign]
         mine.backward()
-        return sent_before_flush, len(mine.step.gradients.buckets[0])
+        return sent_before_flush, len(mine.step.states.rows)
 
     for sent, buckets in on_ranks(2, run):
         assert sent == buckets > 4
 
 
 def test_many_small_buckets_equal_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.parallel.gradients.BUCKET_ELEMENTS", 1000)
+    monkeypatch.setattr("plait.placement.buffer.BUCKET_ELEMENTS", 1000)
     assert_equals_one_device(run_of(T0_TIED, pp=2, dp=2, micro_batches=2))
 
 
@@ -96,14 +96,15 @@ def test_a_parameter_that_no_micro_batch_used_here_counts_as_zero() -> None:
 
     def run(rank: int, world: int) -> list[list[float]]:
         mesh = Mesh(Layout(dp=2))
-        both = [nn.Parameter(torch.ones(2)) for _ in "ab"]
-        gradients = gradients_of(mesh, *(hold(mesh, p, name) for name, p in zip("ab", both, strict=True)))
-        gradients.zero()
-        gradients.arm(0)
-        (both[0].sum() + both[1].sum() * 3 if rank == 0 else both[0].sum()).backward()
-        gradients.flush(0)
-        gradients.finish()
-        return [p.grad.tolist() for p in both if p.grad is not None]
+        both = nn.ParameterDict({name: nn.Parameter(torch.ones(2)) for name in "ab"})
+        states, _ = hold(mesh, both, numbers_run(dp=2))
+        states.begin()
+        states.arm(0)
+        (both["a"].sum() + both["b"].sum() * 3 if rank == 0 else both["a"].sum()).backward()
+        states.flush(0)
+        states.finish()
+        found = gradients_of(states)
+        return [found[name].tolist() for name in "ab"]
 
     assert on_ranks(2, run) == [[[2.0, 2.0], [3.0, 3.0]]] * 2
 
@@ -113,11 +114,16 @@ def test_the_norm_counts_a_copy_once_and_every_shard() -> None:
 
     def run(rank: int, world: int) -> float:
         mesh = Mesh(Layout(tp=2))
-        copied, cut = (nn.Parameter(torch.zeros(n, dtype=torch.float64)) for n in (1, 2))
-        gradients = gradients_of(mesh, hold(mesh, copied, "copied"), hold(mesh, cut, "cut", dim=0))
-        for parameter, value in ((copied, 3.0), (cut, 2.0)):
-            parameter.grad = torch.full_like(parameter, value)
-        share = local_norm_squared(gradients)
+        sizes = {"copied": (1, 3.0), "cut": (2, 2.0)}
+        module = nn.ParameterDict(
+            {n: nn.Parameter(torch.zeros(size, dtype=torch.float64)) for n, (size, _) in sizes.items()}
+        )
+        states, _ = hold(mesh, module, numbers_run(tp=2), cut=("cut",))
+        states.begin()
+        sum((module[name] * value).sum() for name, (_, value) in sizes.items()).backward()  # type: ignore[union-attr]
+        states.flush(0)
+        states.finish()
+        share = local_norm_squared(states.gradients())
         torch.distributed.all_reduce(share)
         return math.sqrt(share.item())
 
@@ -135,7 +141,7 @@ def test_the_norm_is_one_number_in_every_layout_and_clipping_to_half_of_it_halve
             mine = Rank.of(plain.model_copy(update={"precision": precision, "optim": optim}))
             sums = mine.backward()
             mine.step.update(sums)
-            share = local_norm_squared(mine.step.gradients)
+            share = local_norm_squared(mine.step.states.gradients())
             torch.distributed.all_reduce(share)
             return sums.norm, math.sqrt(share.item())
 
@@ -167,15 +173,18 @@ def test_copies_over_tp_stay_bitwise_equal_beside_shards_of_unequal_size() -> No
     def run(rank: int, world: int) -> Tensor:
         mesh = Mesh(Layout(tp=2, dp=4))
         generator = torch.Generator().manual_seed(mesh.at.dp)
-        alike, cut = nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(3100 - 200 * mesh.at.tp))
-        gradients = gradients_of(mesh, hold(mesh, alike, "alike"), hold(mesh, cut, "cut", dim=0))
-        gradients.zero()
-        gradients.arm(0)
-        (alike @ torch.randn(1000, generator=generator) + cut.sum()).backward()
-        gradients.flush(0)
-        gradients.finish()
-        assert alike.grad is not None
-        return alike.grad.clone()
+        sizes = {"alike": 1000, "cut": 3100 - 200 * mesh.at.tp}
+        module = nn.ParameterDict({name: nn.Parameter(torch.zeros(size)) for name, size in sizes.items()})
+        with pytest.MonkeyPatch.context() as patch:  # a tensor cut so unevenly has no rule in the table
+            patch.setattr(Placement, "rectangle", lambda p, rank: ((0, sizes[p.tensor.name]),))
+            states, _ = hold(mesh, module, numbers_run(tp=2, dp=4), cut=("cut",))
+        states.begin()
+        states.arm(0)
+        noise = torch.randn(1000, generator=generator, dtype=torch.float32)
+        (module["alike"].float() @ noise + module["cut"].sum()).backward()
+        states.flush(0)
+        states.finish()
+        return gradients_of(states)["alike"].clone()
 
     first, *others = on_ranks(8, run)
     assert all(torch.equal(first, copy) for copy in others)
@@ -186,7 +195,7 @@ def test_the_two_places_of_a_tied_table_stay_bitwise_equal_over_ten_updates() ->
         mine = Rank.of(run_of(T0_TIED, pp=2, dp=2))
         for number in range(1, 11):
             mine.step.update(mine.backward(number))
-        table = next(w for p, w in mine.weights() if p.tensor.name == "embedding.tokens.weight")
+        table = next(w for p, w in mine.weights() if p.placement.tensor.name == "embedding.tokens.weight")
         return table.clone()
 
     first, *others = on_ranks(4, run)
