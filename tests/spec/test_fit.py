@@ -194,10 +194,6 @@ def test_an_impossible_model_is_named_and_what_follows_from_it_is_not() -> None:
         ("schedule.name=zb-v",),
         ("schedule.chunks=2",),
         ("schedule.file=s.csv",),
-        ("zero.stage=1",),
-        ("precision.compute=bfloat16",),
-        ("precision.grad_accumulate=float64",),
-        ("precision.grad_reduce=float16",),
         ("recompute.mode=full",),
         ('recompute.mode=["norm"]',),
         ("train.resume=runs/a",),
@@ -294,3 +290,29 @@ def test_no_divisor_or_multiple_is_nearer_than_those_named(total: int, wanted: i
 def test_a_huge_number_is_refused_as_fast_as_a_small_one() -> None:
     found = real(violations(run(layout=LayoutSpec(tp=10**9, pp=10**9, dp=10**9), batch=BatchSpec(sequence=10**9 + 7))))
     assert {"layout", "layout.tp", "layout.pp", "batch.global_size"} <= set(found)
+
+
+# --- shards inside a machine ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "node", "shard"),
+    [
+        ({"dp": 16}, 8, 8),
+        ({"dp": 8, "tp": 2}, 8, 4),
+        ({"dp": 4, "tp": 8}, 8, 1),
+        ({"dp": 2, "pp": 4, "tp": 2}, 8, 2),
+        ({"dp": 4, "pp": 2, "order": ("dp", "pp", "cp", "tp")}, 4, 2),
+        ({"dp": 4}, None, 4),
+    ],
+)
+def test_shards_of_a_node_are_the_data_parallel_ranks_that_stand_in_one(
+    layout: dict[str, Any], node: int | None, shard: int
+) -> None:
+    asked = run(
+        {"heads": 8}, layout=LayoutSpec(**layout), batch=BatchSpec(global_size=64), zero=ZeroSpec(stage=3, shard="node")
+    )
+    fitted = fit(asked, node=node)
+    assert fitted.shard == shard
+    ranks = fitted.group("shard", fitted.world - 1)
+    assert node is None or len({rank // node for rank in ranks}) == 1

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from plait.parallel import faults
 from plait.parallel.outcome import Failure, Origin, Success, death_of, failure_of
-from plait.parallel.world import Mark, World, joined_world, on_device, run_here
+from plait.parallel.world import BACKENDS, Mark, World, joined_world, on_device, run_here
 from plait.spec.errors import PlaitError, RankFailed, UsageError
 
 __all__ = ["World", "joined_world", "launch", "run_here"]
@@ -131,7 +131,7 @@ class _Job:
         torch.set_num_threads(threads or max(1, cores // size))
         # A host name that resolves nowhere, or to another machine, must not matter to ranks that share one machine.
         os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-        world = World(rank, size, rank, on_device(device, rank), self._marks[rank])
+        world = World(rank, size, rank, on_device(device, rank), BACKENDS[device], mark=self._marks[rank])
         world.join(dist.FileStore(self._meeting_path, size))  # type: ignore[attr-defined]
         return world
 

@@ -15,7 +15,6 @@ from plait.parallel.collectives import Group
 from plait.spec.layout import AXIS_OF, Coordinates, Layout
 
 TIMEOUT = timedelta(minutes=10)
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # what moves the tensors of a device
 
 
 class Mesh:
@@ -27,6 +26,8 @@ class Mesh:
         assert world == layout.world, f"a layout of {layout.world} ranks in a world of {world}"
         self.layout = layout
         self.device = torch.device(device)
+        moves = dict(pair.split(":") for pair in dist.get_backend_config().split(",")) if joined else {}
+        self._backend = moves.get(self.device.type, "gloo")  # what moves the tensors of this device
         self._groups: dict[str, Group] = {}
         self.group("world")
 
@@ -52,8 +53,9 @@ class Mesh:
         # all ranks have made equally many groups (torch derives the group's name from that number).
         ranks = ranks if self.rank in ranks else (self.rank,)
         made = self._process_group(name, ranks, key)
-        backend = BACKENDS[self.device.type]
-        return Group(name, ranks, ranks.index(self.rank), made if len(ranks) > 1 else None, self.device.type, backend)
+        return Group(
+            name, ranks, ranks.index(self.rank), made if len(ranks) > 1 else None, self.device.type, self._backend
+        )
 
     def _process_group(self, name: str, ranks: tuple[int, ...], key: str) -> Any:
         if self.layout.size(name) == 1:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+# What is asked for -> what moves the tensors of each device. "cuda-shared", for tests: ranks share the GPUs there are.
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "cuda-shared": "cpu:gloo,cuda:gloo"}
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 FOLLOW_UP_WAIT_S = 5.0  # torchrun looks at its workers every 0.1 s and ends the survivors long before this
 
@@ -71,12 +72,14 @@ class Mark:
 
 @dataclass(frozen=True)
 class World:
-    """One rank's view of the job: who it is among how many, and the device it computes on."""
+    """One rank's view of the job: who it is among how many, the device it computes on, and the ranks of its machine."""
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
+    backend: str = BACKENDS["cpu"]
+    local_size: int | None = None  # None: all ranks are on one machine
     mark: Mark = field(default_factory=lambda: Mark(memoryview(bytearray(Mark.size))), repr=False, compare=False)
 
     def progress(self, step: int, phase: str) -> None:
@@ -90,10 +93,10 @@ class World:
     def join(self, store: Store | None = None) -> None:
         """Enter the default process group, over `store` or over what torchrun left in the environment."""
         if self.device.type == "cuda":
-            if self.local_rank >= torch.cuda.device_count():
+            if (self.device.index or 0) >= torch.cuda.device_count():
                 raise UsageError(f"rank {self.rank} needs GPU {self.local_rank}, here are {torch.cuda.device_count()}")
             torch.cuda.set_device(self.device)
-        dist.init_process_group(BACKENDS[self.device.type], store=store, rank=self.rank, world_size=self.size)
+        dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.size)
 
 
 def device_kind(asked: str) -> str:
@@ -102,10 +105,12 @@ def device_kind(asked: str) -> str:
 
 
 def on_device(kind: str, local_rank: int) -> torch.device:
-    """The device of a local rank: "cpu", or its own GPU for "cuda"."""
+    """The device of a local rank: "cpu", its own GPU for "cuda", one of those there are for "cuda-shared"."""
     if kind not in BACKENDS:
         raise UsageError(f"device {kind} is not one of {', '.join(BACKENDS)}")
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, local_rank)
+    if kind == "cpu":
+        return torch.device(kind)
+    return torch.device("cuda", local_rank if kind == "cuda" else local_rank % max(1, torch.cuda.device_count()))
 
 
 def joined_world(device: str = "cpu") -> World | None:
@@ -116,7 +121,8 @@ def joined_world(device: str = "cpu") -> World | None:
     if missing:
         raise UsageError(f"RANK is set, but {', '.join(missing)} is not", "start under torchrun, or unset RANK")
     rank, size, local_rank = (int(os.environ[name]) for name in TORCHRUN[:3])
-    return World(rank, size, local_rank, on_device(device, local_rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return World(rank, size, local_rank, on_device(device, local_rank), BACKENDS[device], local_size)
 
 
 def run_here(world: World, target: Callable[[World, *Ts], T], *args: *Ts) -> T:

@@ -69,7 +69,7 @@ def samples_of(run: RunSpec) -> Samples:
 
 
 def _on_rank(world: World, run: RunSpec, samples: Samples, plant: Plant | None) -> Verdict | None:
-    layout = fit(run, world.size)
+    layout = fit(run, world.size, node=world.local_size)
     if plant is not None:
         plant()
     mesh = Mesh(layout, world.device)

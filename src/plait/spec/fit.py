@@ -20,17 +20,22 @@ UNREAD = ("builtin", "synthetic")  # sources that read no file of the user's
 OTHERS_IDS = ("tokens", "synthetic")  # sources whose token ids have no text unless a tokenizer is named
 
 
-def fit(run: RunSpec, world: int | None = None, train: bool = False) -> Layout:
+def fit(run: RunSpec, world: int | None = None, train: bool = False, node: int | None = None) -> Layout:
     """The layout of this run on `world` ranks; without a world, the product of the sizes given (dp 1 if left out).
 
-    `train` also judges whether the run's data can train its model (a picture or a proof does not read it).
+    `train` also judges whether the run's data can train its model (a picture or a proof does not read it). `node` is
+    the number of ranks of each machine, for zero.shard = "node"; left out, all ranks are on one.
     Raises InvalidRun with every violation at once.
     """
     if found := violations(run, world, train):
         raise InvalidRun(found)
     dp = _dp(run, world)
     assert dp is not None
-    return _layout(run, dp)
+    layout = _layout(run, dp)
+    if run.zero.shard == "node" and node is not None:
+        inside = sum(rank < node for rank in layout.group("dp_cp", 0))
+        return Layout(**layout.model_dump() | {"shard": inside})
+    return layout
 
 
 def violations(run: RunSpec, world: int | None = None, train: bool = False) -> list[Violation]:

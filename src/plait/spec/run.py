@@ -128,7 +128,7 @@ class TrainSpec(Spec):
     eval_every: int = Field(0, ge=0)  # 0: at the end only
     eval_batches: int = Field(8, ge=0)
     sample: int = Field(0, ge=0)  # tokens of text to sample at the end
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "cuda-shared"] = "auto"
     tensorboard: bool = False
 
 

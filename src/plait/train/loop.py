@@ -40,7 +40,7 @@ class Training:
 
 def prepare(run: RunSpec, world: World) -> Training:
     """Everything that a run needs, on this rank."""
-    layout = fit(run, world.size)
+    layout = fit(run, world.size, node=world.local_size)
     mesh = Mesh(layout, world.device)
     data = open_data(run.data, run.batch.sequence, run.train.seed, run.model.vocab)
     _same_data(data, mesh)
