@@ -2,6 +2,6 @@
 
 from plait.placement.buffer import Buffer, Piece, buffers
 from plait.placement.place import Placement, place
-from plait.placement.stages import StageMap, stage_map
+from plait.placement.stages import StageMap, stage_map, stages_of
 
-__all__ = ["Buffer", "Piece", "Placement", "StageMap", "buffers", "place", "stage_map"]
+__all__ = ["Buffer", "Piece", "Placement", "StageMap", "buffers", "place", "stage_map", "stages_of"]

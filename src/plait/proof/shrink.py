@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import lcm
 from typing import Any
 
+from plait.spec.pipeline import stage_count
 from plait.spec.run import RunSpec
 
 
@@ -19,7 +20,7 @@ def _model(run: RunSpec) -> dict[str, Any]:
     kv_heads = _least(model.kv_heads, [n for n in (1, 2, 4, 8, layout.tp) if _kv_fits(n, ratio, run)])
     heads = kv_heads * ratio
     head_dim = min(model.head_dim, 4)
-    stages = layout.pp * run.schedule.chunks
+    stages = stage_count(run.schedule, layout.pp)
     return {
         "kv_heads": kv_heads,
         "heads": heads,

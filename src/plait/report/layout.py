@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from plait.placement import Placement, StageMap, place, stage_map
+from plait.placement import Placement, StageMap, place, stages_of
 from plait.placement.cuts import area
 from plait.report.table import elide, numbers, table
 from plait.spec.layout import GROUPS, Layout
@@ -86,7 +86,7 @@ class LayoutPicture:
 
 def picture_layout(run: RunSpec, layout: Layout) -> LayoutPicture:
     """The picture of a run that fits its layout."""
-    stages = stage_map(run.model, layout, run.schedule.chunks)
+    stages = stages_of(run, layout)
     placements = tuple(place(run.model, layout, run.zero, stages).values())
     stage_rows = _stage_rows(placements, layout, stages)
     return LayoutPicture(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from plait.placement import Placement, buffers, place, stage_map
+from plait.placement import Placement, buffers, place, stages_of
 from plait.placement.bytes import SHARDED_FROM, element_bytes, state_bytes
 from plait.report.table import numbers, table
 from plait.spec.layout import Layout
@@ -84,7 +84,7 @@ class MemoryPicture:
 
 def picture_memory(run: RunSpec, layout: Layout) -> MemoryPicture:
     """The picture of a run that fits its layout."""
-    stages = stage_map(run.model, layout, run.schedule.chunks)
+    stages = stages_of(run, layout)
     each = element_bytes(run)
     zero = []
     for stage in range(1 + max(SHARDED_FROM.values())):

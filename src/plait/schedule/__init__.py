@@ -3,9 +3,10 @@
 from plait.schedule.actions import COMPUTE, Action, Kind, Message, Program, Schedule
 from plait.schedule.check import check
 from plait.schedule.draw import draw
-from plait.schedule.generators import GENERATORS, Generator, PassSeconds, Size, forward_of, generate
+from plait.schedule.generators import GENERATORS, Generator, PassSeconds, forward_of, generate
 from plait.schedule.live import Live, live
 from plait.schedule.lower import lower
+from plait.schedule.orders import Size
 from plait.schedule.simulate import Costs, simulate
 from plait.schedule.span import Span, Timeline
 from plait.schedule.walk import walk

@@ -186,4 +186,4 @@ def _check_channels(schedule: Schedule) -> None:
 
 
 def _fault(rank: int, action: Action, problem: str) -> InvalidSchedule:
-    return InvalidSchedule(f"rank {rank}: {action} {problem}")
+    return InvalidSchedule(f"rank {rank}: {action} {problem}", rank=rank)

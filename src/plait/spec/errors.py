@@ -55,7 +55,11 @@ class InvalidRun(UsageError):
 
 
 class InvalidSchedule(PlaitError):
-    """A list of pipeline actions that is incomplete, unpaired, or would never end."""
+    """A list of pipeline actions that is incomplete, unpaired, or would never end; `rank` is where, if on one rank."""
+
+    def __init__(self, message: str, hint: str = "", rank: int | None = None) -> None:
+        super().__init__(message, hint)
+        self.rank = rank
 
 
 class DataError(UsageError):

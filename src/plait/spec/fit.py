@@ -1,20 +1,23 @@
 """From a run and a world to a layout; or every reason why not, together, each with its two numbers and the way out.
 
 What a run asks of one section alone is judged where that section is defined; what it asks of several at once, here.
-Nothing is opened: whether a file is there and holds enough is the business of whoever reads it.
+Nothing is opened but a schedule's file, which is a part of the run's description: whether a file of data is there and
+holds enough is the business of whoever reads it.
 """
 
 from __future__ import annotations
 
 from math import gcd
 
-from plait.spec.available import KNOWN_SCHEDULES, unavailable
-from plait.spec.errors import InvalidRun, Violation
+from plait.spec.available import unavailable
+from plait.spec.errors import InvalidRun, UsageError, Violation
 from plait.spec.layout import Layout
 from plait.spec.model import ModelSpec
 from plait.spec.model import violations as model_violations
 from plait.spec.nearest import did_you_mean, divisors, nearest_divisors, nearest_multiples, neighbours
+from plait.spec.pipeline import SHAPES, chunks_of, stage_count
 from plait.spec.run import BYTE_VOCAB, RunSpec
+from plait.spec.schedule_file import read_file
 
 UNREAD = ("builtin", "synthetic")  # sources that read no file of the user's
 OTHERS_IDS = ("tokens", "synthetic")  # sources whose token ids have no text unless a tokenizer is named
@@ -48,7 +51,7 @@ def violations(run: RunSpec, world: int | None = None, train: bool = False) -> l
         *_layout_violations(run, dp),
         *_world_violations(run, world),
         *_batch_violations(run, dp),
-        *_schedule_violations(run),
+        *_schedule_violations(run, dp),
         *_rate_violations(run),
         *_data_violations(run),
         *(_training_violations(run) if train else []),
@@ -92,7 +95,7 @@ def _layout_violations(run: RunSpec, dp: int | None) -> list[Violation]:
 def _split_violations(run: RunSpec) -> list[Violation]:
     """What the model's sizes refuse about the layout."""
     model, asked = run.model, run.layout
-    tp, stages, sequence = asked.tp, asked.pp * run.schedule.chunks, run.batch.sequence
+    tp, sequence = asked.tp, run.batch.sequence
     found = []
     if model.heads % tp or gcd(tp, model.kv_heads) not in (tp, model.kv_heads):
         legal = [n for n in divisors(model.heads) if gcd(n, model.kv_heads) in (n, model.kv_heads)]
@@ -101,10 +104,7 @@ def _split_violations(run: RunSpec) -> list[Violation]:
         if size < tp:
             found.append(Violation("layout.tp", f"tp {tp} is more than {name} {size}", f"use tp ≤ {size}"))
     found += _expert_violations(run)
-    if stages > model.layers:
-        chunks = run.schedule.chunks
-        fix = f"pp ≤ {model.layers // chunks}" if chunks <= model.layers else f"schedule.chunks ≤ {model.layers}"
-        found.append(Violation("layout.pp", f"{stages} stages are more than layers {model.layers}", f"use {fix}"))
+    found += _too_many_stages(run)
     if sequence % asked.cp:
         problem = f"cp {asked.cp} does not divide sequence {sequence}"
         found.append(Violation("layout.cp", problem, f"use {nearest_divisors(sequence, asked.cp)}"))
@@ -143,6 +143,20 @@ def _expert_violations(run: RunSpec) -> list[Violation]:
     return found
 
 
+def _too_many_stages(run: RunSpec) -> list[Violation]:
+    """Every stage needs a layer. Where the schedule is at fault, it is said of the schedule, not here."""
+    layers = run.model.layers
+    try:
+        stages = stage_count(run.schedule, run.layout.pp)
+    except (KeyError, UsageError):
+        return []
+    if stages <= layers:
+        return []
+    chunks = stages // run.layout.pp
+    fix = f"pp ≤ {layers // chunks}" if 0 < chunks <= layers else f"schedule.chunks ≤ {layers}"
+    return [Violation("layout.pp", f"{stages} stages are more than layers {layers}", f"use {fix}")]
+
+
 def _tp_problem(model: ModelSpec, tp: int) -> str:
     problems = [f"{tp} does not divide heads {model.heads}"] if model.heads % tp else []
     if gcd(tp, model.kv_heads) not in (tp, model.kv_heads):
@@ -178,12 +192,48 @@ def _batch_violations(run: RunSpec, dp: int | None) -> list[Violation]:
     return found
 
 
-def _schedule_violations(run: RunSpec) -> list[Violation]:
-    name = run.schedule.name
-    if name in KNOWN_SCHEDULES:
+def _schedule_violations(run: RunSpec, dp: int | None) -> list[Violation]:
+    """What the schedule refuses: its name or file, stages per rank, and layers for its stages."""
+    schedule = run.schedule
+    if schedule.name not in SHAPES:
+        fix = did_you_mean(schedule.name, SHAPES) or "one of " + ", ".join(SHAPES)
+        return [Violation("schedule.name", f"{schedule.name!r} is unknown", fix)]
+    if schedule.file is not None:
+        return _file_violations(run, schedule.file, dp)
+    shape, chunks, found = SHAPES[schedule.name], chunks_of(schedule), []
+    if chunks != shape.chunks and not shape.chosen:
+        holds = f"{schedule.name} holds {shape.chunks} stage{'s' * (shape.chunks > 1)} per rank"
+        found.append(Violation("schedule.chunks", f"{chunks}, but {holds}", f"use {shape.chunks}, or leave it out"))
+    return found + _layer_violations(run, run.layout.pp * chunks)
+
+
+def _file_violations(run: RunSpec, path: str, dp: int | None) -> list[Violation]:
+    """A file of actions must be one, for as many ranks and micro-batches as the run has."""
+    try:
+        file = read_file(path)
+    except UsageError as error:
+        return [Violation("schedule.file", error.message, error.hint)]
+    found, unit = [], (dp or 1) * run.batch.micro_size
+    if len(file.ranks) != run.layout.pp:
+        problem = f"{path} has lines for {len(file.ranks)} ranks, layout.pp is {run.layout.pp}"
+        found.append(Violation("schedule.file", problem, f"use layout.pp {len(file.ranks)}"))
+    if dp is not None and file.micro_batches * unit != run.batch.global_size and run.batch.global_size % unit == 0:
+        problem = f"{path} has {file.micro_batches} micro-batches, the run {run.batch.global_size // unit}"
+        found.append(Violation("schedule.file", problem, f"use batch.global_size {file.micro_batches * unit}"))
+    return found + _layer_violations(run, len(file.owner))
+
+
+def _layer_violations(run: RunSpec, stages: int) -> list[Violation]:
+    """Where the layers of each stage are listed, all stages and all layers are."""
+    total, layers = run.model.layers, run.schedule.layers
+    if isinstance(layers, str):
         return []
-    fix = did_you_mean(name, KNOWN_SCHEDULES) or "one of " + ", ".join(KNOWN_SCHEDULES)
-    return [Violation("schedule.name", f"{name!r} is unknown", fix)]
+    found = []
+    if len(layers) != stages:
+        found.append(Violation("schedule.layers", f"{len(layers)} counts for {stages} stages", f"give {stages}"))
+    if sum(layers) != total:
+        found.append(Violation("schedule.layers", f"counts of {sum(layers)} layers, the model has {total}"))
+    return found
 
 
 def _rate_violations(run: RunSpec) -> list[Violation]:

@@ -39,11 +39,16 @@ class LayoutSpec(Spec):
 
 
 class ScheduleSpec(Spec):
-    """[schedule]: the pipeline schedule by name, stages per device, or a file of actions."""
+    """[schedule]: the pipeline schedule by name, or a file of actions; stages per device; layers per stage.
+
+    `chunks` left out is what the schedule needs. `layers` says how many blocks each stage has: as even as can be,
+    balanced by the stages' FLOPs (the head is not free), or listed.
+    """
 
     name: str = "1f1b"
-    chunks: int = Field(1, ge=1)
+    chunks: int | None = Field(None, ge=1)
     file: str | None = None
+    layers: Literal["even", "balanced"] | Annotated[tuple[Annotated[int, Field(ge=1)], ...], Strict(False)] = "even"
 
 
 class BatchSpec(Spec):

@@ -1,0 +1,156 @@
+"""List scheduling: at each time every rank runs, of what it can run, what a policy prefers. A schedule comes of it.
+
+It builds V-Half, and the candidates among which the search of `search.py` chooses. Nothing here knows a named schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from plait.schedule.actions import Action, B, F, Kind, Message, Schedule, W
+from plait.schedule.simulate import Costs
+
+
+class Limits(NamedTuple):
+    """What a rank may hold: `forward[s]` from F to B and `weight[s]` from B to W count against `rank[r]`.
+
+    `caps[s]`: most micro-batches of a stage from F to W; what keeps a first stage from taking all the room.
+    """
+
+    forward: tuple[float, ...]
+    weight: tuple[float, ...]
+    rank: tuple[float, ...]
+    caps: tuple[int, ...]
+
+
+class Policy(NamedTuple):
+    """Which of several possible actions goes first: by kind, then F of the rank's latest stage, then by micro-batch.
+
+    `joined` runs each W right after its B. `patience` is the look-ahead: a W waits if an F or B will be there before
+    that share of the W's time is over.
+    """
+
+    kinds: tuple[Kind, Kind, Kind] = (F, B, W)
+    oldest: bool = True  # F and B by micro-batch, then by stage; else by stage first
+    joined: bool = False
+    patience: float = 0.0
+
+
+class Choice(NamedTuple):
+    """An action that a rank could run, from when, and how much the policy wants it (least first)."""
+
+    preference: tuple[int, int, int]
+    ready: float
+    kind: Kind
+    stage: int
+
+
+def list_schedule(
+    owner: tuple[int, ...], micro_batches: int, costs: Costs, limits: Limits, policy: Policy
+) -> Schedule | None:
+    """A compute-only schedule, or None where the limits let it come to a stop."""
+    state = _State(owner, micro_batches, costs, limits, policy)
+    events = [(0.0, rank) for rank in range(max(owner) + 1)]  # when a rank is to look again; it may look in vain
+    left = 3 * len(owner) * micro_batches
+    while left:
+        if not events:
+            return None
+        now, rank = heappop(events)
+        if now < state.clock[rank]:
+            continue
+        choice, later = state.choose(rank, now)
+        if choice is not None:
+            left -= 1
+            for event in state.run(rank, choice, now):
+                heappush(events, event)
+        elif later is not None:
+            heappush(events, (later, rank))
+    return Schedule("greedy", micro_batches, owner, tuple(map(tuple, state.programs)))
+
+
+@dataclass
+class _State:
+    """Where every rank and stage stands. Each stage takes its micro-batches in order, for each kind."""
+
+    owner: tuple[int, ...]
+    micro_batches: int
+    costs: Costs
+    limits: Limits
+    policy: Policy
+    programs: list[list[Action]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        ranks, stages = max(self.owner) + 1, len(self.owner)
+        self.programs = [[] for _ in range(ranks)]
+        self.held = [[s for s in range(stages) if self.owner[s] == rank] for rank in range(ranks)]
+        self.clock, self.live = [0.0] * ranks, [0.0] * ranks
+        self.done = {kind: [0] * stages for kind in (F, B, W)}
+        # When the input of each next micro-batch is there; the first stage has all of its own from the start.
+        self.ready: dict[Kind, list[list[float]]] = {kind: [[] for _ in range(stages)] for kind in (F, B, W)}
+        self.ready[F][0] = [0.0] * self.micro_batches
+        self.seconds = {F: self.costs.f, B: self.costs.b, W: self.costs.w}
+        order = {kind: place for place, kind in enumerate(self.policy.kinds)}
+        self.order = [(kind, order[kind], self.done[kind], self.ready[kind]) for kind in (F, B, W)]
+        self.last: list[Action | None] = [None] * ranks
+
+    def choose(self, rank: int, now: float) -> tuple[Choice | None, float | None]:
+        """The action to start now, or None and when to look again (None: when something else happens)."""
+        best: Choice | None = None
+        later: float | None = None
+        for kind, order, done, ready in self.order:
+            for stage in self.held[rank]:
+                micro = done[stage]
+                if micro == len(ready[stage]) or (kind is not W and not self._fits(kind, stage, rank)):
+                    continue
+                if (at := ready[stage][micro]) > now:
+                    later = at if later is None else min(later, at)
+                    continue
+                choice = Choice(self._preference(kind, order, stage, micro), at, kind, stage)
+                best = choice if best is None else min(best, choice)
+        return (None if best and self._waits(best, now, later) else best), later
+
+    def _waits(self, best: Choice, now: float, later: float | None) -> bool:
+        """Whether a W stands back for what will soon be there."""
+        if best.kind is not W or later is None or self.policy.joined:
+            return False
+        return later < now + self.policy.patience * self.costs.w[best.stage]
+
+    def _preference(self, kind: Kind, order: int, stage: int, micro: int) -> tuple[int, int, int]:
+        if kind is W:
+            return (-1 if self.policy.joined else order), micro, stage
+        return (order, micro, -stage) if self.policy.oldest else (order, -stage, micro)
+
+    def _fits(self, kind: Kind, stage: int, rank: int) -> bool:
+        """Whether the rank has room for what the action leaves behind."""
+        if kind is F:
+            if self.done[F][stage] - self.done[W][stage] >= self.limits.caps[stage]:
+                return False
+            more = self.limits.forward[stage]
+        else:
+            more = self.limits.weight[stage] - self.limits.forward[stage]
+        return more <= 0 or self.live[rank] + more <= self.limits.rank[rank] + 1e-9
+
+    def run(self, rank: int, choice: Choice, now: float) -> list[tuple[float, int]]:
+        """Start the action; the events that follow from it."""
+        kind, stage = choice.kind, choice.stage
+        micro, end = self.done[kind][stage], now + self.seconds[kind][stage]
+        self.done[kind][stage] += 1
+        self.clock[rank] = end
+        self.programs[rank].append(Action(kind, stage, micro))
+        forward, weight = self.limits.forward[stage], self.limits.weight[stage]
+        self.live[rank] += forward if kind is F else weight - forward if kind is B else -weight
+        events = [(end, rank)]
+        if kind is B:
+            self.ready[W][stage].append(end)
+        if kind is F and stage == len(self.owner) - 1:
+            self.ready[B][stage].append(end)
+        other = stage + (1 if kind is F else -1)
+        if kind is not W and 0 <= other < len(self.owner):
+            arrives = end
+            if (there := self.owner[other]) != rank:
+                arrives += self.costs.transfer(Message(stage, other, micro))
+                events.append((max(arrives, self.clock[there]), there))
+            self.ready[kind][other].append(arrives)
+        return events
