@@ -6,10 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.placement import place, stage_map
+from plait.placement import place, stage_map, stages_of
 from plait.placement.cuts import area
+from plait.placement.stages import balanced
+from plait.schedule.of_run import schedules
+from plait.spec.fit import fit
 from plait.spec.layout import Layout
+from plait.spec.load import load
 from plait.spec.model import ModelSpec
+from plait.spec.pipeline import SHAPES, owners
 from plait.spec.run import ZeroSpec
 from tests.spec.drawn import few
 
@@ -71,3 +76,57 @@ def test_the_ends_hold_what_stands_outside_the_blocks() -> None:
         "head.norm.weight": (2,),
         "head.projection.weight": (2,),
     }
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_placement_and_schedule_agree_on_who_owns_a_stage(name: str, pp: int) -> None:
+    run = load(None, [f"schedule.name={name}", f"layout.pp={pp}", "model.layers=9"])
+    owner = stages_of(run, Layout(pp=pp)).owner
+    assert {schedule.owner for schedule in schedules(run, dp=1)} == {owner}
+
+
+def test_in_a_v_one_rank_holds_the_first_and_the_last_stage_and_a_tied_table_once() -> None:
+    run = load(None, ["schedule.name=zb-v", "layout.pp=2", "model.tied=true"])
+    layout = Layout(pp=2)
+    stages = stages_of(run, layout)
+    assert (stages.owner, stages.owned_by(0)) == ((0, 1, 1, 0), (0, 3))
+    table = place(run.model, layout, run.zero, stages)["embedding.tokens.weight"]
+    assert (table.stages, table.holders, table.partial, table.copies) == ((0, 3), (0,), ("dp_cp",), 1)
+
+
+def test_listed_layers_are_taken_as_they_are() -> None:
+    run = load(None, ["layout.pp=3", "schedule.layers=[2,1,1]"])
+    assert stages_of(run, fit(run)).layers == (range(2), range(2, 3), range(3, 4))
+
+
+def test_a_head_as_long_as_two_blocks_is_paid_with_two_blocks() -> None:
+    assert balanced(14, owners(4, 1, False), block=1.0, head=2.0) == (4, 4, 4, 2)
+    assert balanced(14, owners(2, 2, True), block=1.0, head=2.0) in ((4, 4, 4, 2), (3, 4, 4, 3))
+
+
+def test_the_built_in_run_is_balanced_by_flops() -> None:
+    run = load(None, ["layout.pp=2", "model.layers=8", "model.vocab=4096", "schedule.layers=balanced"])
+    counts = [len(stage) for stage in stages_of(run, Layout(pp=2)).layers]
+    assert sum(counts) == 8 and counts[0] > counts[1]
+
+
+@given(st.integers(1, 4), st.integers(1, 2), st.booleans(), st.integers(0, 12), st.floats(0, 4))
+@few
+def test_balanced_stages_keep_every_layer_and_no_rank_is_busier_than_with_even_ones(
+    pp: int, chunks: int, folded: bool, more: int, head: float
+) -> None:
+    owner = owners(pp, chunks, folded)
+
+    def busiest(counts: tuple[int, ...]) -> float:
+        loads = [0.0] * pp
+        for stage, count in enumerate(counts):
+            loads[owner[stage]] += count + head * (stage == len(owner) - 1)
+        return max(loads)
+
+    layers = len(owner) + more
+    counts = balanced(layers, owner, 1.0, head)
+    assert sum(counts) == layers and min(counts) >= 1
+    assert busiest(counts) <= busiest(
+        tuple(map(len, stage_map(T0.model_copy(update={"layers": layers}), Layout(pp=len(owner))).layers))
+    )

@@ -28,6 +28,7 @@ class Kind(StrEnum):
 F, B, W, BW, FB, SEND, RECV, DROP, REDUCE = Kind  # plain names: looking up an enum's member is slow before 3.12
 COMPUTE = (F, B, W, BW, FB)
 WEIGHT_GRADIENTS = (W, BW)  # the single passes that make them
+RETURNING = (B, BW)  # the single passes that hand a gradient to the stage before
 
 
 class Message(NamedTuple):
@@ -112,27 +113,23 @@ class Schedule:
         """The stages of one rank, ascending."""
         return tuple(stage for stage, owner in enumerate(self.owner) if owner == rank)
 
-    def inputs(self, action: Action) -> list[Message]:
+    def inputs(self, action: Action) -> tuple[Message, ...]:
         """What the action consumes from neighbouring stages, those on the same rank included."""
-        messages = []
-        for part in action.parts:
-            if part.kind is F:
-                if part.stage > 0:
-                    messages.append(Message(part.stage - 1, part.stage, part.micro))
-            elif part.kind is not W and part.stage + 1 < self.stages:
-                messages.append(Message(part.stage + 1, part.stage, part.micro))
-        return messages
+        if action.backward is not None:
+            return tuple([message for part in action.parts for message in self.inputs(part)])
+        kind, stage, micro, _, _ = action
+        if kind is F:
+            return (Message(stage - 1, stage, micro),) if stage > 0 else ()
+        return (Message(stage + 1, stage, micro),) if kind in RETURNING and stage + 1 < self.stages else ()
 
-    def outputs(self, action: Action) -> list[Message]:
+    def outputs(self, action: Action) -> tuple[Message, ...]:
         """What the action produces for neighbouring stages, those on the same rank included."""
-        messages = []
-        for part in action.parts:
-            if part.kind is F:
-                if part.stage + 1 < self.stages:
-                    messages.append(Message(part.stage, part.stage + 1, part.micro))
-            elif part.kind is not W and part.stage > 0:
-                messages.append(Message(part.stage, part.stage - 1, part.micro))
-        return messages
+        if action.backward is not None:
+            return tuple([message for part in action.parts for message in self.outputs(part)])
+        kind, stage, micro, _, _ = action
+        if kind is F:
+            return (Message(stage, stage + 1, micro),) if stage + 1 < self.stages else ()
+        return (Message(stage, stage - 1, micro),) if kind in RETURNING and stage > 0 else ()
 
     def channel(self, message: Message) -> tuple[int, int]:
         """(sending rank, receiving rank). Equal where both stages share a rank: then nothing is sent.

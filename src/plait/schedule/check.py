@@ -6,7 +6,7 @@ Every fault is an InvalidSchedule that names the rank and the action. What is ch
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import chain, product, zip_longest
+from itertools import product, zip_longest
 
 from plait.schedule.actions import (
     BW,
@@ -41,11 +41,13 @@ def check(schedule: Schedule) -> Schedule:
     neither with sends that return at once nor with sends that block until their receive is posted.
     """
     for rank, program in enumerate(schedule.programs):
+        computed = [action for action in program if action.message is None]
+        passes = [part for action in computed for part in action.parts]
         _check_places(schedule, rank, program)
-        _check_passes(schedule, rank, program)
+        _check_passes(schedule, rank, passes)
         _check_messages(schedule, rank, program)
-        _check_reductions(rank, program)
-        _check_drops(rank, program)
+        _check_reductions(rank, computed)
+        _check_drops(rank, computed)
     _check_channels(schedule)
     try:
         _check_end(schedule, blocking=True)
@@ -63,12 +65,12 @@ def _check_end(schedule: Schedule, blocking: bool) -> None:
 
 def _check_places(schedule: Schedule, rank: int, program: Program) -> None:
     """Stages that exist and belong to the rank, micro-batches that exist, messages between neighbours."""
-    held = schedule.held_by(rank)
+    held, micros = set(schedule.held_by(rank)), range(schedule.micro_batches)
     for action in program:
-        for at in action.parts or (action,):
+        for at in (action,) if action.backward is None else action.parts:
             if at.stage not in held:
-                raise _fault(rank, at, f"is not of this rank, which holds {_listed(held)}")
-            if not 0 <= at.micro < schedule.micro_batches:
+                raise _fault(rank, at, f"is not of this rank, which holds {_listed(schedule.held_by(rank))}")
+            if at.micro not in micros:
                 raise _fault(rank, at, f"is not one of {schedule.micro_batches} micro-batches")
         if action.message is not None and not _joins_ranks(schedule, action.message):
             raise _fault(rank, action, "does not join two neighbouring stages on different ranks")
@@ -84,10 +86,10 @@ def _joins_ranks(schedule: Schedule, message: Message) -> bool:
     return exist and abs(source - target) == 1 and schedule.crosses(message)
 
 
-def _check_passes(schedule: Schedule, rank: int, program: Program) -> None:
+def _check_passes(schedule: Schedule, rank: int, passes: list[Action]) -> None:
     """F, then B, then W, once each; in an evaluation F alone."""
     done: dict[Kind, set[tuple[int, int]]] = {F: set(), B: set(), W: set()}
-    for part in chain.from_iterable(action.parts for action in program):
+    for part in passes:
         at = (part.stage, part.micro)
         if part.kind is not F and not schedule.trains:
             raise _fault(rank, part, "has no place in an evaluation")
@@ -137,31 +139,35 @@ def _without_source(schedule: Schedule, message: Message) -> str:
     return "which this rank computes only later"
 
 
-def _check_reductions(rank: int, program: Program) -> None:
+def _check_reductions(rank: int, computed: list[Action]) -> None:
     """In training every weight gradient is followed by a REDUCE of its stage, and each REDUCE has one to reduce."""
     gathered: set[int] = set()  # stages with weight gradients that are not reduced
-    for action in program:
+    for action in computed:
         if action.kind is REDUCE:
             if action.stage not in gathered:
                 raise _fault(rank, action, "has no weight gradient to reduce")
             gathered.remove(action.stage)
-        gathered.update(part.stage for part in action.parts if part.kind in WEIGHT_GRADIENTS)
+        elif action.kind in WEIGHT_GRADIENTS:
+            gathered.add(action.stage)
+        elif action.backward is not None:
+            gathered.add(action.backward.stage)
     for stage in sorted(gathered):
         raise _fault(rank, Action(REDUCE, stage), "is missing after the stage's last weight gradient")
 
 
-def _check_drops(rank: int, program: Program) -> None:
+def _check_drops(rank: int, computed: list[Action]) -> None:
     """Where weights are dropped at all: each DROP follows a use of its stage, and nothing stays gathered."""
+    if not any(action.kind is DROP for action in computed):
+        return
     gathered: set[int] = set()  # stages used since they were last dropped
-    for action in program:
+    for action in computed:
         if action.kind is DROP:
             if action.stage not in gathered:
                 raise _fault(rank, action, "drops weights that nothing has gathered")
             gathered.remove(action.stage)
         gathered.update(part.stage for part in action.parts)
-    if any(action.kind is DROP for action in program):
-        for stage in sorted(gathered):
-            raise _fault(rank, Action(DROP, stage), "is missing after the stage's last use")
+    for stage in sorted(gathered):
+        raise _fault(rank, Action(DROP, stage), "is missing after the stage's last use")
 
 
 def _check_channels(schedule: Schedule) -> None:

@@ -19,23 +19,25 @@ class Limits(NamedTuple):
     `caps[s]`: most micro-batches of a stage from F to W; what keeps a first stage from taking all the room.
     """
 
-    forward: tuple[float, ...]
-    weight: tuple[float, ...]
-    rank: tuple[float, ...]
+    forward: tuple[int, ...]
+    weight: tuple[int, ...]
+    rank: tuple[int, ...]
     caps: tuple[int, ...]
 
 
 class Policy(NamedTuple):
     """Which of several possible actions goes first: by kind, then F of the rank's latest stage, then by micro-batch.
 
-    `joined` runs each W right after its B. `patience` is the look-ahead: a W waits if an F or B will be there before
-    that share of the W's time is over.
+    `patience` is the look-ahead: a W waits if an F or B will be there before that share of the W's time is over.
     """
 
     kinds: tuple[Kind, Kind, Kind] = (F, B, W)
     oldest: bool = True  # F and B by micro-batch, then by stage; else by stage first
-    joined: bool = False
     patience: float = 0.0
+
+
+def _preference(policy: Policy, order: int, stage: int, micro: int) -> tuple[int, int, int]:
+    return (order, micro, -stage) if policy.oldest else (order, -stage, micro)
 
 
 class Choice(NamedTuple):
@@ -47,11 +49,21 @@ class Choice(NamedTuple):
     stage: int
 
 
+class Found(NamedTuple):
+    """A compute-only schedule, and the seconds of its step."""
+
+    schedule: Schedule
+    seconds: float
+
+
 def list_schedule(
-    owner: tuple[int, ...], micro_batches: int, costs: Costs, limits: Limits, policy: Policy
-) -> Schedule | None:
-    """A compute-only schedule, or None where the limits let it come to a stop."""
-    state = _State(owner, micro_batches, costs, limits, policy)
+    owner: tuple[int, ...], micro_batches: int, costs: Costs, limits: Limits, policies: tuple[Policy, ...]
+) -> Found | None:
+    """What comes of one policy per rank, or None where the limits let it come to a stop.
+
+    Its seconds are those of the simulation as long as no transfer waits for another one.
+    """
+    state = _State(owner, micro_batches, costs, limits, policies)
     events = [(0.0, rank) for rank in range(max(owner) + 1)]  # when a rank is to look again; it may look in vain
     left = 3 * len(owner) * micro_batches
     while left:
@@ -67,7 +79,8 @@ def list_schedule(
                 heappush(events, event)
         elif later is not None:
             heappush(events, (later, rank))
-    return Schedule("greedy", micro_batches, owner, tuple(map(tuple, state.programs)))
+    schedule = Schedule("greedy", micro_batches, owner, tuple(map(tuple, state.programs)))
+    return Found(schedule, max(state.clock))
 
 
 @dataclass
@@ -78,28 +91,30 @@ class _State:
     micro_batches: int
     costs: Costs
     limits: Limits
-    policy: Policy
+    policies: tuple[Policy, ...]
     programs: list[list[Action]] = field(init=False)
 
     def __post_init__(self) -> None:
         ranks, stages = max(self.owner) + 1, len(self.owner)
         self.programs = [[] for _ in range(ranks)]
         self.held = [[s for s in range(stages) if self.owner[s] == rank] for rank in range(ranks)]
-        self.clock, self.live = [0.0] * ranks, [0.0] * ranks
+        self.clock, self.live = [0.0] * ranks, [0] * ranks
         self.done = {kind: [0] * stages for kind in (F, B, W)}
         # When the input of each next micro-batch is there; the first stage has all of its own from the start.
         self.ready: dict[Kind, list[list[float]]] = {kind: [[] for _ in range(stages)] for kind in (F, B, W)}
         self.ready[F][0] = [0.0] * self.micro_batches
         self.seconds = {F: self.costs.f, B: self.costs.b, W: self.costs.w}
-        order = {kind: place for place, kind in enumerate(self.policy.kinds)}
-        self.order = [(kind, order[kind], self.done[kind], self.ready[kind]) for kind in (F, B, W)]
-        self.last: list[Action | None] = [None] * ranks
+        self.order = [
+            [(kind, order, self.done[kind], self.ready[kind]) for order, kind in enumerate(policy.kinds)]
+            for policy in self.policies
+        ]
 
     def choose(self, rank: int, now: float) -> tuple[Choice | None, float | None]:
         """The action to start now, or None and when to look again (None: when something else happens)."""
         best: Choice | None = None
         later: float | None = None
-        for kind, order, done, ready in self.order:
+        policy = self.policies[rank]
+        for kind, order, done, ready in self.order[rank]:
             for stage in self.held[rank]:
                 micro = done[stage]
                 if micro == len(ready[stage]) or (kind is not W and not self._fits(kind, stage, rank)):
@@ -107,20 +122,11 @@ class _State:
                 if (at := ready[stage][micro]) > now:
                     later = at if later is None else min(later, at)
                     continue
-                choice = Choice(self._preference(kind, order, stage, micro), at, kind, stage)
+                choice = Choice(_preference(policy, order, stage, micro), at, kind, stage)
                 best = choice if best is None else min(best, choice)
-        return (None if best and self._waits(best, now, later) else best), later
-
-    def _waits(self, best: Choice, now: float, later: float | None) -> bool:
-        """Whether a W stands back for what will soon be there."""
-        if best.kind is not W or later is None or self.policy.joined:
-            return False
-        return later < now + self.policy.patience * self.costs.w[best.stage]
-
-    def _preference(self, kind: Kind, order: int, stage: int, micro: int) -> tuple[int, int, int]:
-        if kind is W:
-            return (-1 if self.policy.joined else order), micro, stage
-        return (order, micro, -stage) if self.policy.oldest else (order, -stage, micro)
+        if best is not None and best.kind is W and later is not None and policy.patience:
+            return (None if later < now + policy.patience * self.costs.w[best.stage] else best), later
+        return best, later
 
     def _fits(self, kind: Kind, stage: int, rank: int) -> bool:
         """Whether the rank has room for what the action leaves behind."""
@@ -130,7 +136,7 @@ class _State:
             more = self.limits.forward[stage]
         else:
             more = self.limits.weight[stage] - self.limits.forward[stage]
-        return more <= 0 or self.live[rank] + more <= self.limits.rank[rank] + 1e-9
+        return more <= 0 or self.live[rank] + more <= self.limits.rank[rank]
 
     def run(self, rank: int, choice: Choice, now: float) -> list[tuple[float, int]]:
         """Start the action; the events that follow from it."""

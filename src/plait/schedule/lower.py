@@ -24,64 +24,77 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import replace
+from itertools import chain
 
 from plait.schedule.actions import DROP, REDUCE, WEIGHT_GRADIENTS, Action, Message, Program, Schedule
+
+Flow = list[list[tuple[Message, ...]]]  # for each rank and compute action, what it takes in, or gives out
 
 SHARDS_GRADIENTS, SHARDS_WEIGHTS = 2, 3  # the first ZeRO stages that do
 
 
 def lower(schedule: Schedule, zero: int = 0, keep: bool = False) -> Schedule:
     """The same schedule with its communication listed, for a ZeRO stage; stage 3 may `keep` what it has gathered."""
-    receives = _receive_slots(schedule)
-    programs = tuple(
-        _lower_program(schedule, program, receives[rank], _endings(program, zero, keep))
-        for rank, program in enumerate(schedule.programs)
-    )
-    return replace(schedule, programs=programs)
+    inputs = [[schedule.inputs(action) for action in program] for program in schedule.programs]
+    outputs = [[schedule.outputs(action) for action in program] for program in schedule.programs]
+    receives = _receive_slots(schedule, inputs, outputs)
+    programs = []
+    for rank, program in enumerate(schedule.programs):
+        lowered: list[Action] = []
+        endings = _endings(program, zero, keep)
+        for index, action in enumerate(program):
+            if index in receives[rank]:
+                lowered += map(Action.receive, receives[rank][index])
+            lowered.append(action)
+            lowered += [Action.send(message) for message in outputs[rank][index] if schedule.crosses(message)]
+            if index in endings:
+                lowered += endings[index]
+        programs.append(tuple(lowered))
+    return replace(schedule, programs=tuple(programs))
 
 
-def _receive_slots(schedule: Schedule) -> list[dict[int, list[Message]]]:
+def _receive_slots(schedule: Schedule, inputs: Flow, outputs: Flow) -> list[dict[int, list[Message]]]:
     """For each rank: compute action's index -> the messages whose receives are posted just before it."""
     consumer: dict[Message, int] = {}  # index of the compute action that needs the message
     sent: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
-    for program in schedule.programs:
-        for index, action in enumerate(program):
-            for message in schedule.inputs(action):
+    for consumed, made_here in zip(inputs, outputs, strict=True):
+        for index, messages in enumerate(consumed):
+            for message in messages:
                 consumer[message] = index
-            for message in schedule.outputs(action):
-                sent[schedule.channel(message)].append(message)
+        for message in chain.from_iterable(made_here):
+            sent[schedule.channel(message)].append(message)
 
-    ticks, made = _lockstep(schedule)
+    ticks, made = _lockstep(inputs, outputs)
     slots: list[dict[int, list[Message]]] = [defaultdict(list) for _ in schedule.programs]
-    for (source, target), messages in sent.items():
+    for (source, target), leaving in sent.items():
         slot = len(schedule.programs[target])
-        for message in reversed(messages) if source != target else ():
+        for message in reversed(leaving) if source != target else ():
             if message in consumer:
                 in_time = bisect_left(ticks[target], made[message]) if message in made else slot
                 slot = min(slot, in_time, max(consumer[message] - 1, 0))
-                slots[target][slot].insert(0, message)
+                slots[target][slot].append(message)
+    for posted in chain.from_iterable(rank.values() for rank in slots):
+        posted.reverse()
     return slots
 
 
-def _lockstep(schedule: Schedule) -> tuple[list[list[int]], dict[Message, int]]:
+def _lockstep(inputs: Flow, outputs: Flow) -> tuple[list[list[int]], dict[Message, int]]:
     """The tick at which each rank runs each action, and each message is made, if every action took one tick.
 
     Actions that wait for ever have no tick.
     """
-    ticks: list[list[int]] = [[] for _ in schedule.programs]
+    ticks: list[list[int]] = [[] for _ in inputs]
     made: dict[Message, int] = {}
     now, moved = 0, True
     while moved:
         moved = False
-        for program, run in zip(schedule.programs, ticks, strict=True):
-            if len(run) == len(program):
-                continue
-            action = program[len(run)]
-            if any([made.get(message, now) >= now for message in schedule.inputs(action)]):
+        for run, needed, makes in zip(ticks, inputs, outputs, strict=True):
+            at = len(run)
+            if at == len(needed) or any([made.get(message, now) >= now for message in needed[at]]):
                 continue
             run.append(now)
             moved = True
-            for message in schedule.outputs(action):
+            for message in makes[at]:
                 made[message] = now
         now += 1
     return ticks, made
@@ -105,15 +118,3 @@ def _endings(program: Program, zero: int, keep: bool) -> dict[int, list[Action]]
 def _last_of_each(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Of (index, stage) in ascending order, the last one of each stage."""
     return [(index, stage) for stage, index in {stage: index for index, stage in places}.items()]
-
-
-def _lower_program(
-    schedule: Schedule, program: Program, receives: dict[int, list[Message]], endings: dict[int, list[Action]]
-) -> Program:
-    lowered: list[Action] = []
-    for index, action in enumerate(program):
-        lowered += map(Action.receive, receives.get(index, ()))
-        lowered.append(action)
-        lowered += [Action.send(message) for message in schedule.outputs(action) if schedule.crosses(message)]
-        lowered += endings.get(index, ())
-    return tuple(lowered)

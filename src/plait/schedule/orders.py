@@ -135,11 +135,11 @@ def v_half(size: Size) -> Schedule:
     ranks, limit = size.ranks, 2 * ((size.ranks + 2) // 2)
     caps = [max(1, limit - 1 - rank * limit // (2 * ranks)) for rank in range(ranks)] + [limit] * ranks
     stages = 2 * ranks
-    limits = Limits((1.0,) * stages, (1.0,) * stages, (float(limit),) * ranks, tuple(caps))
+    limits = Limits((1,) * stages, (1,) * stages, (limit,) * ranks, tuple(caps))
     owner = owners(ranks, 2, folded=True)
-    found = list_schedule(owner, size.micro_batches, Costs.equal(stages), limits, Policy())
+    found = list_schedule(owner, size.micro_batches, Costs.equal(stages), limits, (Policy(),) * ranks)
     assert found is not None, "the caps leave room for the second stage, so every micro-batch can come through"
-    return replace(found, name="v-half")
+    return replace(found.schedule, name="v-half")
 
 
 def dualpipe_v(size: Size) -> Schedule:

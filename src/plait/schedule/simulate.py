@@ -36,7 +36,7 @@ class Costs:
 
     def compute(self, action: Action) -> float:
         """Seconds of a compute action."""
-        return sum([self._single_pass(part) for part in action.parts])
+        return self._single_pass(action) if action.backward is None else sum(map(self._single_pass, action.parts))
 
     def _single_pass(self, part: Action) -> float:
         if part.kind is BW:

@@ -29,13 +29,14 @@ def walk(schedule: Schedule, blocking: bool = False) -> Iterator[tuple[int, Acti
     while ready:
         rank = ready.popleft()
         while (action := current[rank]) is not None:
-            event = _awaited(schedule, action, happened, blocking)
+            kind, message = action.kind, action.message
+            event = None if kind is RECV else _awaited(schedule, action, happened, blocking)
             if event is not None:
                 waiting[event].append(rank)
                 break
-            if action.message is not None:
-                happened[action.kind].add(action.message)
-                ready += waiting.pop((action.kind, action.message), ())
+            if message is not None:
+                happened[kind].add(message)
+                ready += waiting.pop((kind, message), ())
             yield rank, action
             current[rank] = next(remaining[rank], None)
     if waiting:
@@ -45,9 +46,8 @@ def walk(schedule: Schedule, blocking: bool = False) -> Iterator[tuple[int, Acti
 
 def _awaited(schedule: Schedule, action: Action, happened: dict[Kind, set[Message]], blocking: bool) -> Event | None:
     """What has to happen before the action can, and has not."""
-    if action.message is not None:
-        stands = blocking and action.kind is SEND and action.message not in happened[RECV]
-        return (RECV, action.message) if stands else None
+    if (sent := action.message) is not None:
+        return (RECV, sent) if blocking and action.kind is SEND and sent not in happened[RECV] else None
     for message in schedule.inputs(action):
         if message not in happened[SEND] and schedule.crosses(message):
             return (SEND, message)
