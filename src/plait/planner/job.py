@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from plait.planner.shape import Shape, Split
 from plait.spec.layout import AXES, Layout
+from plait.spec.pipeline import chunks_of
 from plait.spec.run import RunSpec
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 0.5}
@@ -85,7 +86,7 @@ def job_of(run: RunSpec, layout: Layout) -> Job:
     mode = run.recompute.mode
     return Job(
         layout.tp, layout.pp, layout.dp, layout.cp, layout.ep, layout.etp,
-        chunks=run.schedule.chunks, schedule=run.schedule.name,
+        chunks=chunks_of(run.schedule), schedule=run.schedule.name,
         micro=run.batch.micro_size, batch=run.batch.global_size, sequence=run.batch.sequence,
         zero=run.zero.stage, shard=layout.shard, keep=run.zero.keep,
         sequence_parallel=layout.sequence_parallel,

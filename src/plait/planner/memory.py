@@ -17,7 +17,7 @@ from plait.planner.ground import Ground
 from plait.planner.job import Job
 from plait.planner.shape import Block, Shape, Split
 from plait.planner.stack import Stack
-from plait.schedule.generators import GENERATORS, Size
+from plait.schedule import GENERATORS, Size
 
 LINES = (
     "weights", "gradients", "master", "moments", "gathered", "activations", "recomputed", "logits", "workspace",
