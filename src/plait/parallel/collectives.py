@@ -147,6 +147,11 @@ def scatter_partial(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else cast(Tensor, _ScatterPartial.apply(x, group))  # type: ignore[no-untyped-call]
 
 
+def read(x: Tensor) -> list[float]:
+    """The numbers of a vector, on the host: waits for the device. A count on tensors without values replaces it."""
+    return cast(list[float], x.tolist())
+
+
 # --- outside blocks ------------------------------------------------------------------------------------------------
 
 

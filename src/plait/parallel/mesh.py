@@ -18,16 +18,19 @@ TIMEOUT = timedelta(minutes=10)
 
 
 class Mesh:
-    """This process's place in a layout. Asking for a group is collective: all ranks ask for the same, in one order."""
+    """This process's place in a layout. Asking for a group is collective: all ranks ask for the same, in one order.
 
-    def __init__(self, layout: Layout, device: torch.device | str = "cpu") -> None:
+    `backend` is told only where the one that is there stands for another (a count without a network).
+    """
+
+    def __init__(self, layout: Layout, device: torch.device | str = "cpu", backend: str | None = None) -> None:
         joined = dist.is_initialized()
         world, self.rank = (dist.get_world_size(), dist.get_rank()) if joined else (1, 0)
         assert world == layout.world, f"a layout of {layout.world} ranks in a world of {world}"
         self.layout = layout
         self.device = torch.device(device)
         moves = dict(pair.split(":") for pair in dist.get_backend_config().split(",")) if joined else {}
-        self._backend = moves.get(self.device.type, "gloo")  # what moves the tensors of this device
+        self._backend = backend or moves.get(self.device.type, "gloo")  # what moves the tensors of this device
         self._groups: dict[str, Group] = {}
         self.group("world")
 

@@ -234,4 +234,4 @@ def _allocate(flat: Tensor) -> None:
 
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)

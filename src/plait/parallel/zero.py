@@ -187,8 +187,13 @@ def local_norm_squared(gradients: Parts) -> Tensor:
     by_copies: dict[int, list[Tensor]] = {}
     for piece, view in gradients:
         by_copies.setdefault(piece.copies, []).append(view)
-    shares = [nn.utils.get_total_norm(views).double().square() / copies for copies, views in by_copies.items()]
+    shares = [_norm_squared(views) / copies for copies, views in by_copies.items()]
     return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)
+
+
+def _norm_squared(views: list[Tensor]) -> Tensor:
+    wide = torch.promote_types(views[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(views, 2, dtype=wide)).double().square().sum()
 
 
 # --- stage 3 -------------------------------------------------------------------------------------------------------

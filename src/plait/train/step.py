@@ -139,5 +139,5 @@ class Step:
             for place, name in enumerate(("loss", "count"), start=1):
                 if name in stage.totals:
                     shares[place] += stage.totals[name].double() / self.mesh.layout.tp
-        norm, loss, count = comm.sum_in_place(shares, self.mesh.group("world")).wait().tolist()
+        norm, loss, count = comm.read(comm.sum_in_place(shares, self.mesh.group("world")).wait())
         return norm, loss, count
