@@ -52,8 +52,12 @@ def wires(ground: Ground, ranks: int, stride: int) -> Wires:
     return Wires(min(fast.bandwidth, inside * link.bandwidth), link.latency, inside, ranks)
 
 
-def exchange(ground: Ground, ranks: int, stride: int, size: float) -> float:
-    """Seconds of an all-to-all in which each rank has `size` bytes for all together, its own share included."""
+def exchange(ground: Ground, ranks: int, stride: int, size: float, copies: int = 1) -> float:
+    """Seconds of an all-to-all in which each rank has `size` bytes for all together, its own share included.
+
+    The bytes are `copies` of each token for different ranks; some stacks send one copy to a node and deal it out there,
+    so that a token crosses to the n·(1 - (1 - 1/n)^copies) of n nodes that its copies are expected to hit.
+    """
     if ranks == 1:
         return 0.0
     cluster = ground.cluster
@@ -61,4 +65,8 @@ def exchange(ground: Ground, ranks: int, stride: int, size: float) -> float:
     inside = max(1, min(ranks, (fast.domain or ranks * stride) // stride))
     if link is fast:
         return size * (ranks - 1) / ranks / fast.bandwidth
-    return max(size * (ranks - inside) / ranks / link.bandwidth, size * (inside - 1) / ranks / fast.bandwidth)
+    crossing = size * (ranks - inside) / ranks
+    if ground.stack.once_per_node:
+        nodes = ranks / inside
+        crossing *= nodes * (1 - (1 - 1 / nodes) ** copies) / copies
+    return max(crossing / link.bandwidth, size * (inside - 1) / ranks / fast.bandwidth)

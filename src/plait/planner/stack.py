@@ -35,6 +35,8 @@ class Stack(Spec):
     overlap_dp: bool = True  # reductions beside the backward pass, gathers beside the forward pass
     overlap_tp: bool = False  # tensor-parallel collectives in pieces beside their products
     overlap_ep: bool = False
+    once_per_node: bool = False  # a token travels once to a node, however many of its experts are there
+    graphs: bool = False  # kernels are started by recorded graphs, and the host waits for no counts
     overlap_pp: bool = True
     sequence_parallel: bool = True  # where tp > 1 and nothing is said
     layers_per_chunk: int = 0  # interleaved stages of about so many layers where nothing is said; 0: not interleaved

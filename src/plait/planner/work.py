@@ -26,6 +26,8 @@ COLUMNS = (
     "operands",  # reading and writing of products' operands
     "quantise",  # reading and writing of what is made narrower
     "kernels",  # starts of kernels, a number
+    "routing",  # layers of experts passed, a number: choice, permutation, and the counts that the host waits for
+    "each",  # experts passed on this rank, a number
     "tp",  # tensor-parallel collectives on their wires
     "tp_start",  # and the waits of their messages
     "cp",
@@ -118,7 +120,7 @@ def _sum(kinds: tuple[int, ...], blocks: list[np.ndarray]) -> np.ndarray:
 def _block_counts(ground: Ground, block: Block, how: How) -> np.ndarray:
     """(forward, backward) counts of one block and micro-batch on one rank."""
     forward, backward = np.zeros(len(COLUMNS)), np.zeros(len(COLUMNS))
-    stack = ground.stack
+    shape, stack = ground.shape, ground.stack
     _products(forward, backward, ground, block, how)
     inside = _attention(ground, how)
     forward += inside
@@ -126,9 +128,14 @@ def _block_counts(ground: Ground, block: Block, how: How) -> np.ndarray:
     passing = _traffic(ground, block, how) / ground.cluster.device.bandwidth
     forward[INDEX["traffic"]] += passing
     backward[INDEX["traffic"]] += 2 * passing
-    kernels = (12 if stack.fused_norm else 24) + (20 if block.has_experts else 0)
+    kernels = 12 if stack.fused_norm else 24
     forward[INDEX["kernels"]] += kernels
     backward[INDEX["kernels"]] += 2 * kernels
+    forward[INDEX["routing"]] += block.has_experts
+    backward[INDEX["routing"]] += block.has_experts
+    if block.has_experts and shape.spec.moe is not None:
+        forward[INDEX["each"]] += shape.spec.moe.count / how.ep
+        backward[INDEX["each"]] += 2 * shape.spec.moe.count / how.ep
     _collectives(forward, backward, ground, block, how)
     if "block" in how.recomputed:
         backward += forward
@@ -210,7 +217,7 @@ def _traffic(ground: Ground, block: Block, how: How) -> float:
     if block.has_experts and spec.moe is not None:
         moe = spec.moe
         gated = 2 if shape.gated else 1
-        experts = moe.top_k / how.tp * (passes * moe.ffn * (gated + 1) + 8 * spec.hidden)
+        experts = moe.top_k / how.tp * (passes * moe.ffn * (gated + 1) + 5 * spec.hidden)
     return how.tokens * width * (hidden + rotary + activation + experts)
 
 
@@ -235,7 +242,7 @@ def _collectives(forward: np.ndarray, backward: np.ndarray, ground: Ground, bloc
     if block.has_experts and how.ep > 1:
         assert spec.moe is not None
         size = how.tokens / how.tp * spec.moe.top_k * spec.hidden * width
-        each = exchange(ground, how.ep, how.etp, size)
+        each = exchange(ground, how.ep, how.etp, size, spec.moe.top_k)
         forward[INDEX["ep"]] += 2 * each
         backward[INDEX["ep"]] += 2 * each
 

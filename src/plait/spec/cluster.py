@@ -26,6 +26,7 @@ class Device(Spec):
     """One accelerator (or, on a CPU node, one process): its memory in bytes, and what it could do at best."""
 
     name: str
+    family: str = ""  # devices that share the calibrated constants of the planner; blank: none do
     kind: Literal["cuda", "rocm", "cpu"]
     memory: int = Field(gt=0)
     bandwidth: float = Field(gt=0)

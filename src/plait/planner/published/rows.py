@@ -31,6 +31,8 @@ CLUSTERS: Mapping[str, str] = {
     "B200": "b200-dgx", "B300": "b300-dgx", "GB200": "gb200-nvl72", "GB300": "gb300-nvl72", "MI300X": "mi300x",
 }  # fmt: skip
 
+OWN_MACHINES = ((r"SimuMax docs/b200", "b200-limited"),)  # sources whose machine is an entry of its own
+
 # How a source writes a network -> bytes per second of one GPU in one direction.
 NETWORKS: tuple[tuple[str, Callable[[re.Match[str], int], float]], ...] = (
     (r"(\d+)x(\d+)\s*G(?:b/s)?\b.*(?:/|per )node", lambda m, node: float(m[1]) * float(m[2]) / 8 / node),
@@ -46,7 +48,9 @@ STACKS: tuple[tuple[str, str], ...] = (  # pattern of "framework version" -> pro
     (r"Megatron-LM.*(2020|2021|6985e589|SC21)", "megatron-2021"),
     (r"Megatron-DeepSpeed", "megatron-deepspeed"),
     (r"MegaScale", "megascale"),
-    (r"Megatron|NeMo(?! AutoModel)|HAI-LLM|Megatron-Bridge", "megatron"),
+    (r"Megatron-Bridge (26\.0[4-9]|26\.1|2[7-9])|HAI-LLM", "megatron"),
+    (r"Megatron-Bridge", "megatron-2025"),
+    (r"NeMo(?! AutoModel)|Megatron", "megatron-2024"),
     (r"AutoModel|torchtitan|Meta internal|TorchTitan", "torchtitan"),
     (r"llm-foundry", "llm-foundry"),
     (r"fms-fsdp|FSDP", "fsdp"),
@@ -73,8 +77,14 @@ class Published:
     assumed: tuple[str, ...]
 
     @property
-    def cell(self) -> Callable[[str], str]:
-        return lambda name: self.cells.get(name, "")
+    def layout(self) -> str:
+        """Rows of one layout at any number of devices are one series; without the column each row is its own."""
+        return self.cells.get("layout_group") or self.id
+
+    @property
+    def blocks(self) -> bool:
+        """Whether narrow products have a scale per block of elements."""
+        return "MX" in self.cells.get("precision", "")
 
     @property
     def dense(self) -> bool:
@@ -215,7 +225,8 @@ def _cluster(cells: Cells) -> Cluster:
     gpu, memory = cells["gpu"], cells.get("gpu_mem_gb", "")
     if gpu not in CLUSTERS:
         raise _Unclear(f"gpu {gpu!r} is not in the catalogue")
-    name = "a100-40-dgx" if (gpu, memory) == ("A100", "40") else CLUSTERS[gpu]
+    own = next((name for pattern, name in OWN_MACHINES if re.search(pattern, cells["source"])), None)
+    name = own or ("a100-40-dgx" if (gpu, memory) == ("A100", "40") else CLUSTERS[gpu])
     node = number(cells, "gpus_per_node", load_cluster(name).node)
     domain = number(cells, "nvlink_domain", load_cluster(name).domain)
     return _wired(name, node, domain, cells.get("interconnect", ""))
