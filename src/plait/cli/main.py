@@ -20,10 +20,11 @@ from plait.spec.errors import PlaitError, UsageError
 COMMANDS = {
     "train": "Train a model on any split: local processes, or the job that torchrun started.",
     "verify": "Prove that a split computes what one device computes.",
+    "plan": "Plan a run: which split fits, how fast, and how sure; no torch needed.",
     "show": "Show who holds what, the pipeline's timeline, or where the memory goes.",
 }
 # What this version does not have yet; a row goes when its mechanism comes.
-LATER_COMMANDS = ("plan", "measure", "convert")
+LATER_COMMANDS = ("measure", "convert")
 LATER_FLAGS = {"train": ("--from", "--restarts"), "verify": ("--world", "--ranks"), "show": ("--html", "--trace")}
 
 

@@ -5,12 +5,14 @@ Light enough for `plait train --help`: no torch, no numpy.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -42,6 +44,23 @@ def read_run(words: Sequence[str] | None) -> RunSpec:
     if len(files) > 1:
         raise UsageError(f"{len(files)} run files, at most 1: {', '.join(files)}", "an override is section.key=value")
     return load(files[0] if files else None, overrides)
+
+
+def with_options(command: Callable[[Any], None], options: type[Any]) -> Callable[..., None]:
+    """A command for typer whose options are the fields of a dataclass, handed over as one value of it."""
+    hints = get_type_hints(options, include_extras=True)
+    each = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        for f in fields(options)
+    ]
+
+    def run(**given: Any) -> None:
+        command(options(**given))
+
+    run.__doc__ = command.__doc__
+    run.__signature__ = inspect.Signature(each)  # type: ignore[attr-defined]
+    run.__annotations__ = hints
+    return run
 
 
 def to_json(value: Any) -> str:

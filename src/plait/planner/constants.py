@@ -51,7 +51,9 @@ SHARED: Mapping[str, Belief] = {
     "kernel": Belief(3e-6, 0.40, "seconds of a kernel's start that nothing hides"),
     "graphs": Belief(0.40, 0.40, "of the starts and waits that are left where graphs start the kernels"),
     "each": Belief(5e-5, 0.60, "seconds of one expert's pass beside its products"),
-    "routing": Belief(1e-3, 0.60, "seconds of one pass through a layer of experts that is neither product nor exchange"),
+    "routing": Belief(
+        1e-3, 0.60, "seconds of one pass through a layer of experts that is neither product nor exchange"
+    ),
     "fast": Belief(0.75, 0.15, "of the links inside a domain"),
     "network": Belief(0.70, 0.20, "of the links between nodes"),
     "tensor": Belief(0.50, 0.40, "visible part of tensor-parallel traffic where it runs in pieces beside products"),

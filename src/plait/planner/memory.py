@@ -87,10 +87,11 @@ def memory(ground: Ground, job: Job) -> Memory:
     return Memory(tuple(stage_bytes(ground, job, pp) for pp in range(job.pp)), ground.cluster.device.memory)
 
 
-def stage_layers(shape: Shape, job: Job, pp: int) -> tuple[range, ...]:
-    """The blocks of each chunk of one pipeline position, as `placement.stage_map` deals them out."""
-    stages = job.pp * job.chunks
-    return tuple(range(*piece(len(shape.layers), stages, chunk * job.pp + pp)) for chunk in range(job.chunks))
+@lru_cache(maxsize=65536)
+def stage_kinds(shape: Shape, pp: int, chunks: int, at: int) -> tuple[int, ...]:
+    """Blocks of each kind on one pipeline position, dealt out as `placement.stage_map` does."""
+    ranges = (range(*piece(len(shape.layers), pp * chunks, chunk * pp + at)) for chunk in range(chunks))
+    return shape.count(layer for chunk in ranges for layer in chunk)
 
 
 def live_stages(job: Job, pp: int) -> float:
@@ -106,8 +107,7 @@ def stage_bytes(ground: Ground, job: Job, pp: int) -> StageBytes:
     """The peak of one pipeline position, by line."""
     shape, stack = ground.shape, ground.stack
     split = job.split(shape)
-    chunks = stage_layers(shape, job, pp)
-    kinds = shape.count(layer for chunk in chunks for layer in chunk)
+    kinds = stage_kinds(shape, job.pp, job.chunks, pp)
     first, last = pp == 0, pp == job.pp - 1
     elements = _elements(shape, split, kinds, first, last)
     kept, working = _activations(ground, job, kinds)

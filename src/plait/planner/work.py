@@ -11,11 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from plait.placement.cuts import piece
 from plait.planner.ground import Ground
 from plait.planner.job import Job
-from plait.planner.memory import parts_recomputed, stage_layers
+from plait.planner.memory import parts_recomputed, stage_kinds
 from plait.planner.network import exchange, wires
 from plait.planner.shape import Block, Shape
+from plait.spec.flops import flops_per_token
 
 COLUMNS = (
     "gemm",  # products in the compute dtype, at its peak
@@ -61,10 +63,7 @@ def work(ground: Ground, job: Job) -> Work:
     """All counts of a job."""
     shape = ground.shape
     fullest, ends = position_kinds(shape, job.pp, job.chunks)
-    how = How(
-        job.tokens, job.sequence, job.tp, job.cp, job.ep, job.etp, job.split(shape).kv, job.sequence_parallel,
-        job.compute, parts_recomputed(job.recompute), job.stride("tp"), job.stride("cp"),
-    )  # fmt: skip
+    how = _how(shape, job)
     blocks = [_block_counts(ground, block, how) for block in shape.kinds]
     head = _head_counts(ground, how)
     entry = _entry_counts(ground, how)
@@ -87,9 +86,29 @@ def work(ground: Ground, job: Job) -> Work:
 @lru_cache(maxsize=4096)
 def position_kinds(shape: Shape, pp: int, chunks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Blocks of each kind on the position with the most blocks, and on the last one."""
-    job = Job(pp=pp, chunks=chunks)
-    each = [shape.count(x for chunk in stage_layers(shape, job, at) for x in chunk) for at in range(pp)]
+    each = [stage_kinds(shape, pp, chunks, at) for at in range(pp)]
     return max(each, key=lambda kinds: (sum(kinds), kinds[::-1])), each[-1]
+
+
+def position_counts(ground: Ground, job: Job) -> np.ndarray:
+    """(stages, 2, columns): forward and backward counts of one micro-batch on each stage, chunks one by one."""
+    shape, how = ground.shape, _how(ground.shape, job)
+    blocks = [_block_counts(ground, block, how) for block in shape.kinds]
+    stages = job.pp * job.chunks
+    found = np.stack(
+        [_sum(shape.count(range(*piece(len(shape.layers), stages, stage))), blocks) for stage in range(stages)]
+    )
+    found[0] += _entry_counts(ground, how)
+    found[-1] += _head_counts(ground, how)
+    if job.pp > 1:
+        found[:, :, INDEX["pp"]] += _message(ground, job)
+    return found
+
+
+def head_share(shape: Shape, sequence: int) -> float:
+    """The output projection's share of a step's model FLOPs."""
+    head = 2 * shape.spec.hidden * shape.spec.vocab
+    return head / flops_per_token(shape.spec, sequence).forward
 
 
 class How(NamedTuple):
@@ -107,6 +126,13 @@ class How(NamedTuple):
     recomputed: tuple[str, ...]
     tp_stride: int
     cp_stride: int
+
+
+def _how(shape: Shape, job: Job) -> How:
+    return How(
+        job.tokens, job.sequence, job.tp, job.cp, job.ep, job.etp, job.split(shape).kv, job.sequence_parallel,
+        job.compute, parts_recomputed(job.recompute), job.stride("tp"), job.stride("cp"),
+    )  # fmt: skip
 
 
 def _sum(kinds: tuple[int, ...], blocks: list[np.ndarray]) -> np.ndarray:

@@ -23,14 +23,17 @@ UNREAD = ("builtin", "synthetic")  # sources that read no file of the user's
 OTHERS_IDS = ("tokens", "synthetic")  # sources whose token ids have no text unless a tokenizer is named
 
 
-def fit(run: RunSpec, world: int | None = None, train: bool = False, node: int | None = None) -> Layout:
+def fit(
+    run: RunSpec, world: int | None = None, train: bool = False, node: int | None = None, planned: bool = False
+) -> Layout:
     """The layout of this run on `world` ranks; without a world, the product of the sizes given (dp 1 if left out).
 
     `train` also judges whether the run's data can train its model (a picture or a proof does not read it). `node` is
-    the number of ranks of each machine, for zero.shard = "node"; left out, all ranks are on one.
+    the number of ranks of each machine, for zero.shard = "node"; left out, all ranks are on one. What is only
+    `planned` may ask for what this version lacks.
     Raises InvalidRun with every violation at once.
     """
-    if found := violations(run, world, train):
+    if found := violations(run, world, train, planned):
         raise InvalidRun(found)
     dp = _dp(run, world)
     assert dp is not None
@@ -41,7 +44,7 @@ def fit(run: RunSpec, world: int | None = None, train: bool = False, node: int |
     return layout
 
 
-def violations(run: RunSpec, world: int | None = None, train: bool = False) -> list[Violation]:
+def violations(run: RunSpec, world: int | None = None, train: bool = False, planned: bool = False) -> list[Violation]:
     """Every reason why this run cannot be, in the order of the file's sections."""
     dp = _dp(run, world)
     sizes = model_violations(run.model)
@@ -55,7 +58,7 @@ def violations(run: RunSpec, world: int | None = None, train: bool = False) -> l
         *_rate_violations(run),
         *_data_violations(run),
         *(_training_violations(run) if train else []),
-        *unavailable(run),
+        *([] if planned else unavailable(run)),
     ]
 
 

@@ -6,7 +6,6 @@ counts less and less, so one wrong label cannot bend the physics. What few runs 
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import tomli_w
 
 from plait.planner.constants import CALIBRATED, Constants, Recipe, belief, fixed, recipe
 from plait.planner.pace import Counted, Rates, seconds
-from plait.planner.published.rows import Published, interpreted
+from plait.planner.published.rows import Published
 from plait.planner.work import Work, work
 
 SPREAD = 0.12  # of a sound row's residual
@@ -54,10 +53,11 @@ class Table:
             for rate, own in self.fixed.items()
         }
         counted = Counted(*(column[chosen] for column in self.counted))
-        return seconds(counted, Rates(**made))
+        terms: np.ndarray = seconds(counted, Rates(**made))
+        return terms
 
     def predict(self, logs: np.ndarray, chosen: np.ndarray | slice = slice(None)) -> np.ndarray:
-        return self.terms(logs, chosen).sum(-1)
+        return np.asarray(self.terms(logs, chosen).sum(-1))
 
     def constants(self, logs: np.ndarray) -> Constants:
         return dict(zip(self.names, np.exp(logs).tolist(), strict=True))
@@ -71,7 +71,9 @@ class Table:
         logs = self.beliefs.copy() if start is None else start.copy()
         dense = np.array([row.dense for row in self.rows])
         families = {row.ground.cluster.device.family for row, use in zip(self.rows, chosen & dense, strict=True) if use}
-        of_dense = np.array([name not in OF_EXPERTS and name.partition(".")[0] in {*families, name} for name in self.names])
+        of_dense = np.array(
+            [name not in OF_EXPERTS and name.partition(".")[0] in {*families, name} for name in self.names]
+        )
         for mask, free in ((chosen & dense, of_dense), (chosen & ~dense, ~of_dense)):
             if mask.any() and free.any():
                 logs = self._settle(mask, np.flatnonzero(free), logs, rounds)
@@ -98,7 +100,7 @@ class Table:
     def _slope(self, logs: np.ndarray, at: int, now: np.ndarray, chosen: np.ndarray) -> np.ndarray:
         moved = logs.copy()
         moved[at] += 1e-4
-        return (np.log(self.predict(moved, chosen)) - now) / 1e-4
+        return np.asarray((np.log(self.predict(moved, chosen)) - now) / 1e-4)
 
 
 def _parts(recipes: Sequence[Recipe], names: Sequence[str]) -> dict[str, np.ndarray]:
@@ -121,7 +123,7 @@ def _weights(rows: Sequence[Published]) -> np.ndarray:
     for groups in layouts.values():
         for members in groups.values():
             weights[members] = min(1.0, len(groups) / FULL_VOICE) / len(groups) / len(members)
-    return weights * np.array([WHISPER if row.cells.get("quality") == "C" else 1.0 for row in rows])
+    return np.asarray(weights * np.array([WHISPER if row.cells.get("quality") == "C" else 1.0 for row in rows]))
 
 
 def held_out(table: Table) -> np.ndarray:
@@ -146,16 +148,3 @@ def write(table: Table, logs: np.ndarray, spreads: dict[str, float], path: Path 
         (made[family] if family else shared)[own] = float(f"{number:.4g}")
     rounded = {name: round(number, 4) for name, number in spreads.items()}
     path.write_text(tomli_w.dumps({"shared": shared, "spreads": rounded, "families": dict(made)}), encoding="utf-8")
-
-
-def main() -> None:
-    """python -m plait.planner.published.calibrate FILE.csv: fit to every row of the file and rewrite constants.toml."""
-    from plait.planner.published.score import spreads_of
-
-    rows, _ = interpreted(Path(sys.argv[1]))
-    table = Table([row for row in rows if row.measured])
-    write(table, table.fit(np.ones(len(table.rows), dtype=bool)), spreads_of(table, held_out(table)))
-
-
-if __name__ == "__main__":
-    main()

@@ -59,7 +59,9 @@ def judged(row: Published) -> bool:
     return row.cells.get("quality") != "C"
 
 
-def of_source(scored: Sequence[Scored], baseline: Mapping[str, float], spreads: Mapping[str, float]) -> dict[str, object]:
+def of_source(
+    scored: Sequence[Scored], baseline: Mapping[str, float], spreads: Mapping[str, float]
+) -> dict[str, object]:
     """The figures of one source: each layout once, by the median of its rows."""
     layouts = list(by(scored, lambda row: row.layout).values())
     errors = np.array([np.median([one.error for one in rows]) for rows in layouts])
@@ -85,19 +87,18 @@ def macro(figures: Iterable[Mapping[str, object]]) -> dict[str, float | int | No
 
 
 def constant_mfu(rows: Sequence[Published], held_out: bool) -> dict[str, float]:
-    """The baseline: seconds if every run of a device and dtype had one MFU, the median of (other) sources."""
+    """The baseline: seconds if every run on a device had one MFU, the median of (other) sources."""
     mfus = [(row, _mfu(row)) for row in rows]
     found = {}
     for row in rows:
         others = [(r, mfu) for r, mfu in mfus if not held_out or r.source != row.source] or mfus
         same = [mfu for r, mfu in others if _kind(r) == _kind(row)]
-        alike = [mfu for r, mfu in others if r.job.compute == row.job.compute]
-        found[row.id] = _useful(row) / float(np.median(same or alike or [mfu for _, mfu in others]))
+        found[row.id] = _useful(row) / float(np.median(same or [mfu for _, mfu in others]))
     return found
 
 
-def _kind(row: Published) -> tuple[str, str, bool]:
-    return row.ground.cluster.device.family, row.job.compute, row.dense
+def _kind(row: Published) -> tuple[str, bool]:
+    return row.ground.cluster.device.family, row.dense
 
 
 def _useful(row: Published) -> float:
@@ -117,8 +118,9 @@ def _mfu(row: Published) -> float:
 def _contest(row: Published) -> str:
     """Rows that differ in their layout alone: one model, machine, batch, precision and release of one source."""
     cells = row.cells
-    names = ("source", "table", "model", "layers", "gpu", "n_gpus", "seq_len", "precision", "framework_version", "task")
-    return "|".join([*(cells.get(name, "") for name in names), str(row.job.batch)])
+    names = ("source", "model", "layers", "heads", "gpu", "n_gpus", "seq_len", "precision", "framework_version", "task")
+    state = cells.get("notes", "").partition("; source")[0]  # of the machine, where a source says that it changed
+    return "|".join([*(cells.get(name, "") for name in names), str(row.job.batch), state])
 
 
 def contests(scored: Iterable[Scored]) -> list[list[Scored]]:

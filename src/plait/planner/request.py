@@ -1,0 +1,180 @@
+"""From what a user asks for to plans: which model, machine, stack and batch; one layout, or a search over all.
+
+What was not said is assumed and listed. Nothing here prints.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from plait.planner.estimate import Anchor, Estimate, estimate
+from plait.planner.export import run_of
+from plait.planner.ground import Ground
+from plait.planner.job import WIDTHS, Job, job_of
+from plait.planner.search import Found, Want, search
+from plait.planner.stack import load_stack
+from plait.spec.available import unavailable
+from plait.spec.cluster import load_cluster
+from plait.spec.errors import UsageError
+from plait.spec.families import from_hf_config
+from plait.spec.fit import fit, violations
+from plait.spec.model import ModelSpec
+from plait.spec.nearest import did_you_mean
+from plait.spec.presets import PRESETS
+from plait.spec.run import RunSpec
+
+DTYPES = {
+    "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8", "fp4": "float4", "tf32": "float32",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Request:
+    """What stands on the command line beside the run."""
+
+    model: str | None = None
+    cluster: str | None = None
+    nodes: int | None = None
+    stack: str | None = None
+    batch: int | None = None
+    sequence: int | None = None
+    dtype: str | None = None
+    anchor: str | None = None
+    top: int = 10
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request resolved: the ground, the run it starts from, how many devices, and what was assumed."""
+
+    ground: Ground
+    run: RunSpec
+    world: int
+    searched: bool
+    compute: str
+    assumed: tuple[str, ...]
+
+
+def resolve(run: RunSpec, request: Request) -> Asked:
+    """Names looked up and blanks filled. Raises UsageError or InvalidRun for what cannot be."""
+    assumed: list[str] = []
+    model = run.model if request.model is None else read_model(request.model)
+    cluster = load_cluster(request.cluster or "cpu")
+    if request.cluster is None:
+        assumed.append(f"cluster {cluster.name}: {cluster.device.source}")
+    stack = load_stack(request.stack or "plait")
+    if request.stack is None:
+        assumed.append(f"stack {stack.name}")
+    searched = request.model is not None or request.nodes is not None or run.layout.mode == "auto"
+    world = request.nodes * cluster.node if request.nodes else _own_world(run, searched, cluster.node, assumed)
+    run = run.model_copy(update={"model": model, "batch": _batch(run, request, model, assumed)})
+    compute = _compute(run, request, cluster.device.kind, assumed)
+    return Asked(Ground.of(model, stack, cluster), run, world, searched, compute, tuple(assumed))
+
+
+def _own_world(run: RunSpec, searched: bool, node: int, assumed: list[str]) -> int:
+    if searched and run.layout.dp is None:
+        assumed.append(f"one node of {node}")
+        return node
+    return run.layout.tp * run.layout.pp * run.layout.cp * (run.layout.dp or 1)
+
+
+def _batch(run: RunSpec, request: Request, model: ModelSpec, assumed: list[str]) -> Any:
+    sequence = request.sequence
+    if sequence is None and request.model is not None:
+        sequence = min(model.max_sequence, 8192)
+        assumed.append(f"sequence {sequence}")
+    sequence = sequence or run.batch.sequence
+    size = request.batch
+    if size is None and request.model is not None:
+        size = max(1, 4 * 2**20 // sequence)
+        assumed.append(f"batch {size} sequences (4 Mi tokens)")
+    return run.batch.model_copy(update={"sequence": sequence, "global_size": size or run.batch.global_size})
+
+
+def _compute(run: RunSpec, request: Request, kind: str, assumed: list[str]) -> str:
+    if request.dtype is not None:
+        compute = DTYPES.get(request.dtype, request.dtype)
+        if compute not in WIDTHS:
+            raise UsageError(f"--dtype {request.dtype}: unknown", did_you_mean(request.dtype, {**DTYPES, **WIDTHS}))
+        return compute
+    if request.model is not None and kind != "cpu":
+        assumed.append("bfloat16")
+        return "bfloat16"
+    return run.precision.compute
+
+
+def read_model(name: str) -> ModelSpec:
+    """A preset, or a Hugging Face `config.json` (a file, or a folder with one)."""
+    if name in PRESETS:
+        return PRESETS[name]
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        near = did_you_mean(name, PRESETS) or "known: " + ", ".join(PRESETS)
+        raise UsageError(f"--model {name}: neither a preset nor a config.json", near)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{path}: holds no table", "a config.json as Hugging Face writes it")
+    return from_hf_config(config)
+
+
+def one(asked: Asked) -> Job:
+    """The job of the run as it stands. Raises InvalidRun with every reason why it cannot be."""
+    return job_of(asked.run, fit(asked.run, asked.world, planned=True))._replace(compute=asked.compute)
+
+
+def find(asked: Asked, top: int) -> Found:
+    """The search of a request."""
+    batch = asked.run.batch
+    want = Want(asked.world, batch.global_size, batch.sequence, asked.compute)
+    if asked.ground.stack.name == "plait":
+        want = replace(want, lacks=Lacks(asked.run))
+    return search(asked.ground, want, top)
+
+
+class Lacks:
+    """What this version of plait does not have yet, of a job; jobs with the same features are looked at once."""
+
+    def __init__(self, base: RunSpec) -> None:
+        self.base = base
+        self.known: dict[tuple[object, ...], str] = {}
+
+    def __call__(self, job: Job) -> str:
+        features = (job.cp > 1, job.ep > 1, job.etp > 1, job.chunks > 1, job.schedule, job.zero, job.recompute)
+        if features not in self.known:
+            found = unavailable(run_of(self.base, job))
+            self.known[features] = f"plait has no {', '.join(v.key for v in found)} yet" if found else ""
+        return self.known[features]
+
+
+def trainable(asked: Asked, plans: list[Estimate]) -> tuple[RunSpec, Estimate] | None:
+    """The first plan that this version's `plait train` takes, with its run."""
+    for plan in plans:
+        run = run_of(asked.run, plan.job)
+        if not violations(run, plan.job.world):
+            return run, plan
+    return None
+
+
+_SECONDS = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min)?")
+
+
+def parse_seconds(text: str) -> float:
+    """'14.7s', '812 ms' or '2min' as seconds."""
+    found = _SECONDS.fullmatch(text.strip())
+    if not found:
+        raise UsageError(f"--anchor {text}: not a time", "for example --anchor 14.7s")
+    return float(found[1]) * {"ms": 1e-3, "s": 1.0, "min": 60.0}[found[2] or "s"]
+
+
+def anchored(asked: Asked, plan: Estimate, text: str) -> Estimate:
+    """A plan whose own step was measured."""
+    return estimate(asked.ground, plan.job, plan.assumed, Anchor(parse_seconds(text), plan.step))
