@@ -161,8 +161,6 @@ def _with_pipeline(ground: Ground, job: Job, known: Calibration, terms: dict[str
     made = rates(ground, job, known.constants)
     each = passes(position_counts(ground, job), made).sum(-1)  # (stages, 2): forward, backward
     step = simulated(job, each)
-    if step is None:
-        return terms
     busy = sum(terms[name] for name in TERMS[: TERMS.index("bubble")])
     changed = {**terms, "bubble": step - busy}
     known_part = sum(value for name, value in changed.items() if name != "jitter")

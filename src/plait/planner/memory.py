@@ -18,6 +18,7 @@ from plait.planner.job import Job
 from plait.planner.shape import Block, Shape, Split
 from plait.planner.stack import Stack
 from plait.schedule import GENERATORS, Size
+from plait.spec.pipeline import SHAPES, owners
 
 LINES = (
     "weights", "gradients", "master", "moments", "gathered", "activations", "recomputed", "logits", "workspace",
@@ -88,27 +89,24 @@ def memory(ground: Ground, job: Job) -> Memory:
 
 
 @lru_cache(maxsize=65536)
-def stage_kinds(shape: Shape, pp: int, chunks: int, at: int) -> tuple[int, ...]:
-    """Blocks of each kind on one pipeline position, dealt out as `placement.stage_map` does."""
-    ranges = (range(*piece(len(shape.layers), pp * chunks, chunk * pp + at)) for chunk in range(chunks))
-    return shape.count(layer for chunk in ranges for layer in chunk)
+def stage_kinds(shape: Shape, place: tuple[int, ...], at: int) -> tuple[int, ...]:
+    """Blocks of each kind on one pipeline position, where `place` is the position of each stage; stages are even."""
+    mine = (stage for stage, owner in enumerate(place) if owner == at)
+    return shape.count(layer for stage in mine for layer in range(*piece(len(shape.layers), len(place), stage)))
 
 
 def live_stages(job: Job, pp: int) -> float:
     """Inputs of whole positions (all its chunks) that a rank holds at once: a chunk counts as its share."""
-    name = job.schedule if job.chunks == 1 or job.schedule != "1f1b" else "interleaved"
-    if name in GENERATORS:
-        return GENERATORS[name].peak_live(Size(job.pp, job.micro_batches, job.chunks), pp) / job.chunks
-    warm_up = 2 * (job.pp - pp - 1) + (job.chunks - 1) * job.pp + 1
-    return min(job.micro_batches * job.chunks, warm_up) / job.chunks
+    return GENERATORS[job.schedule].peak_live(Size(job.pp, job.micro_batches, job.chunks), pp) / job.chunks
 
 
 def stage_bytes(ground: Ground, job: Job, pp: int) -> StageBytes:
     """The peak of one pipeline position, by line."""
     shape, stack = ground.shape, ground.stack
     split = job.split(shape)
-    kinds = stage_kinds(shape, job.pp, job.chunks, pp)
-    first, last = pp == 0, pp == job.pp - 1
+    place = owners(job.pp, job.chunks, SHAPES[job.schedule].folded)
+    kinds = stage_kinds(shape, place, pp)
+    first, last = pp == place[0], pp == place[-1]
     elements = _elements(shape, split, kinds, first, last)
     kept, working = _activations(ground, job, kinds)
     logits = stack.logit_bytes * job.tokens * shape.spec.vocab / job.tp if last else 0.0

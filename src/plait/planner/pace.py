@@ -54,6 +54,7 @@ class Counted(NamedTuple):
     per_micro_batch: Numbers
     update: Numbers
     world: Numbers
+    fill: Numbers
 
 
 TERMS = (
@@ -90,7 +91,7 @@ def seconds(work: Counted, rates: Rates) -> np.ndarray:
     busiest = np.where(on_last[..., None, None], last, stage)
     micro_batches = np.asarray(work.micro_batches)
     busy = micro_batches[..., None] * busiest.sum(-2)
-    bubble = (total.sum((-1, -2)) - busiest.sum((-1, -2))) / work.chunks
+    bubble = (total.sum((-1, -2)) - busiest.sum((-1, -2))) * work.fill
     forward, backward = busiest.sum(-1)[..., 0], busiest.sum(-1)[..., 1]
     data = data_parallel(work, rates, forward, backward)
     update = work.update / rates.memory + rates.step

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from plait.planner.job import Job
-from plait.schedule import GENERATORS, Costs, generate, lower, simulate
+from plait.schedule import Costs, generate, lower, simulate
 
 ROUNDS = 2  # of pp micro-batches that are simulated before the steady state is continued
 MOST = 6000  # passes beyond which one round must do
@@ -26,13 +26,11 @@ def simulated_passes(job: Job) -> int:
     return 0 if job.pp == 1 else 2 * _few(job) * job.pp * job.chunks
 
 
-def simulated(job: Job, stages: np.ndarray) -> float | None:
+def simulated(job: Job, stages: np.ndarray) -> float:
     """Seconds from the first action to the last, given seconds (stages, 2) of each stage's forward and backward pass.
 
-    Stages are numbered along the pipeline, chunks included. None where the schedule has no generator.
+    Stages are numbered along the pipeline, chunks included.
     """
-    if job.schedule not in GENERATORS:
-        return None
     few = _few(job)
     schedule = lower(generate(job.schedule, job.pp, few, job.chunks))
     forward = tuple(stages[:, 0].tolist())

@@ -21,9 +21,11 @@ from plait.planner.job import Job
 from plait.planner.memory import StageBytes, stage_bytes
 from plait.planner.pace import TERMS
 from plait.planner.pipeline import simulated_passes
+from plait.schedule import GENERATORS, PassSeconds, Size
 from plait.spec.errors import UsageError
 from plait.spec.flops import flops_per_token
 from plait.spec.nearest import divisors, nearest_multiples
+from plait.spec.pipeline import SHAPES
 
 NOISE = 0.05  # what one layout's prediction is off against another's of the same model and machine
 EXACT = 6  # of the best, simulated
@@ -32,6 +34,8 @@ SLOWER = 1.5  # a layout whose arithmetic and bubble alone take so much longer t
 UNEVEN = 1.25  # blocks of the fullest stage over the mean, beyond which stages are too unequal
 MICROS = (1, 2, 4, 8, 16)
 MODES = ("none", "selective", "full")
+ZERO_BUBBLE = ("zb-h1", "zb-v", "v-half", "dualpipe-v")
+EQUAL = PassSeconds(1.0, 1.0, 1.0)
 LEAST_CONTEXT = 1024  # tokens of a sequence on one context rank
 CHUNK = 4096  # jobs estimated at once
 
@@ -232,8 +236,7 @@ class Sieve:
                 self.reject("does not fit at micro-batch 1 under full recompute", states.total / limit, job, tried)
                 continue
             for micro in micros:
-                for chunks in self._chunks(job, each // micro):
-                    schedule = "interleaved" if chunks > 1 else "1f1b"
+                for schedule, chunks in self._schedules(job, each // micro):
                     yield from self._recomputed(job._replace(micro=micro, chunks=chunks, schedule=schedule))
 
     def _stages_of_zero(self, split: Job) -> Sequence[int]:
@@ -241,17 +244,21 @@ class Sieve:
             return (0,)
         return (0, 1, 3) if split.pp == 1 else (0, 1)
 
-    def _chunks(self, job: Job, micro_batches: int) -> Iterator[int]:
-        yield 1
-        if job.pp == 1 or "interleaved" not in self.ground.stack.schedules or micro_batches % job.pp:
+    def _schedules(self, job: Job, micro_batches: int) -> Iterator[tuple[str, int]]:
+        """(name, stages per device); interleaving needs whole rounds of pp micro-batches and equal stages."""
+        yield "1f1b", 1
+        layers, known = len(self.ground.shape.layers), self.ground.stack.schedules
+        if job.pp == 1:
             return
-        each = len(self.ground.shape.layers) // job.pp
-        if len(self.ground.shape.layers) % job.pp == 0:
-            yield from (n for n in divisors(each) if n > 1 and each // n <= 8)
+        yield from ((name, SHAPES[name].chunks) for name in known if name in ZERO_BUBBLE and 2 * job.pp <= layers)
+        if "interleaved" in known and micro_batches % job.pp == 0 and layers % job.pp == 0:
+            each = layers // job.pp
+            yield from (("interleaved", n) for n in divisors(each) if n > 1 and each // n <= 8)
 
     def _recomputed(self, job: Job) -> Iterator[Job]:
         """The job under each recompute mode that fits, the least first; more recompute than needed is never faster."""
-        bubble = (job.pp - 1) / (job.chunks * job.micro_batches)
+        size = Size(job.pp, job.micro_batches, job.chunks)
+        bubble = GENERATORS[job.schedule].idle(size, EQUAL) / (3 * job.micro_batches)
         for mode in self.modes:
             asked = job._replace(recompute=mode)
             bound = self.arithmetic * (1 + bubble) * (4 / 3 if mode == "full" else 1.0)

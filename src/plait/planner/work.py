@@ -17,7 +17,9 @@ from plait.planner.job import Job
 from plait.planner.memory import parts_recomputed, stage_kinds
 from plait.planner.network import exchange, wires
 from plait.planner.shape import Block, Shape
+from plait.schedule import GENERATORS, PassSeconds, Size
 from plait.spec.flops import flops_per_token
+from plait.spec.pipeline import SHAPES, owners
 
 COLUMNS = (
     "gemm",  # products in the compute dtype, at its peak
@@ -57,12 +59,13 @@ class Work(NamedTuple):
     per_micro_batch: bool
     update: float  # seconds of memory traffic of the optimizer
     world: int
+    fill: float  # of the other positions' passes that the busiest one waits for: 1 for 1F1B, 1/v interleaved
 
 
 def work(ground: Ground, job: Job) -> Work:
     """All counts of a job."""
     shape = ground.shape
-    fullest, ends = position_kinds(shape, job.pp, job.chunks)
+    fullest, ends = position_kinds(shape, owners(job.pp, job.chunks, SHAPES[job.schedule].folded))
     how = _how(shape, job)
     blocks = [_block_counts(ground, block, how) for block in shape.kinds]
     head = _head_counts(ground, how)
@@ -79,15 +82,15 @@ def work(ground: Ground, job: Job) -> Work:
     update = _update(shape, job) / ground.cluster.device.bandwidth
     return Work(
         stage, last, total, job.micro_batches, job.pp, job.chunks, reduce, gather, start,
-        job.zero == 3, update, job.world,
+        job.zero == 3, update, job.world, _fill(job.schedule, job.pp, job.micro_batches, job.chunks),
     )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
-def position_kinds(shape: Shape, pp: int, chunks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Blocks of each kind on the position with the most blocks, and on the last one."""
-    each = [stage_kinds(shape, pp, chunks, at) for at in range(pp)]
-    return max(each, key=lambda kinds: (sum(kinds), kinds[::-1])), each[-1]
+def position_kinds(shape: Shape, place: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Blocks of each kind on the position with the most blocks, and on that of the last stage."""
+    each = [stage_kinds(shape, place, at) for at in range(max(place) + 1)]
+    return max(each, key=lambda kinds: (sum(kinds), kinds[::-1])), each[place[-1]]
 
 
 def position_counts(ground: Ground, job: Job) -> np.ndarray:
@@ -109,6 +112,14 @@ def head_share(shape: Shape, sequence: int) -> float:
     """The output projection's share of a step's model FLOPs."""
     head = 2 * shape.spec.hidden * shape.spec.vocab
     return head / flops_per_token(shape.spec, sequence).forward
+
+
+@lru_cache(maxsize=65536)
+def _fill(schedule: str, pp: int, micro_batches: int, chunks: int) -> float:
+    """A schedule's idle time over that of 1F1B, by its closed form with F, B and W equally long."""
+    if pp == 1:
+        return 0.0
+    return GENERATORS[schedule].idle(Size(pp, micro_batches, chunks), PassSeconds(1.0, 1.0, 1.0)) / (3 * (pp - 1))
 
 
 class How(NamedTuple):
