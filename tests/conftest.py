@@ -15,7 +15,7 @@ with contextlib.suppress(ImportError):  # the tests of the torch-free packages r
 
     torch.set_num_threads(1)  # forked ranks start from one warm, single-threaded process
 
-FORKING = ("parallel", "train", "proof", "benchmarks")  # folders of tests that fork ranks
+FORKING = ("parallel", "train", "checkpoint", "proof", "benchmarks")  # folders of tests that fork ranks
 PROOF_TIMEOUT = 1800  # seconds
 
 

@@ -18,7 +18,11 @@ from typing import NoReturn
 from plait.spec.errors import UsageError
 
 VARIABLE = "PLAIT_FAULT"
-POINTS = ("data", "forward", "collective", "update", "evaluate")
+POINTS = (
+    "data", "forward", "collective", "update", "evaluate",
+    "snapshot", "save begun", "save opened", "save writing", "save written", "save agreed", "save publishing",
+    "save published", "save finished",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,6 @@ class Mesh:
     def _process_group(self, name: str, ranks: tuple[int, ...], key: str) -> Any:
         if self.layout.size(name) == 1:
             return None
-        if name == "world":
+        if key == "world":
             return dist.group.WORLD
         return dist.new_group(list(ranks), timeout=TIMEOUT, use_local_synchronization=True, group_desc=key)

@@ -1,6 +1,7 @@
 """The one tree of exceptions. Each error says the thing with its two numbers, and a hint says the way out.
 
-Exit codes live here too: 2 for the user's mistakes (found before anything starts), 1 for failures while running.
+Exit codes live here too: 2 for the user's mistakes (found before anything starts), 1 for failures while running, 3
+where training stopped itself and a restart would only repeat it, 128 + n after signal n.
 `assert` stays for our own bugs; nothing in this file imports anything of plait.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 
 class PlaitError(Exception):
@@ -81,6 +83,22 @@ class RankFailed(PlaitError):
 
 class TrainingStopped(PlaitError):
     """Training met a state it must not go on from (a loss or gradient that is not finite); all ranks stop together."""
+
+
+class BrokenCheckpoint(PlaitError):
+    """A file of a checkpoint is missing, damaged or not what it should be: `path` and `reason`."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path, self.reason = path, reason
+
+
+class CheckpointMismatch(UsageError):
+    """A checkpoint that is whole, but not of this model, optimizer or run."""
+
+
+class SaveFailed(PlaitError):
+    """A checkpoint could not be written; those before it are untouched."""
 
 
 class CopiesDiffer(PlaitError):

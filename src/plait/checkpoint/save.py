@@ -1,0 +1,262 @@
+"""Saving: a snapshot is copied at once, and written, agreed upon and published beside training, by a thread.
+
+Each rank writes one file with what it is the first to hold. The thread has a communicator of its own, on the CPU: all
+ranks report, and rank 0 publishes the manifest only where every file is on the disk and every number finite.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import shutil
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.files import Checksums, header_of, size_of, write_file
+from plait.checkpoint.manifest import MANIFEST, WEIGHT, Facts, Manifest, Part, key_of, write_manifest
+from plait.checkpoint.manifest import Tensor as TensorFacts
+from plait.checkpoint.shelf import clear, expire, folder_of
+from plait.parallel import collectives as comm
+from plait.parallel.collectives import Group
+from plait.parallel.faults import strike
+from plait.placement import Piece
+from plait.placement.cuts import Rectangle, area
+from plait.spec.errors import PlaitError, SaveFailed, TrainingStopped
+
+Parts = Sequence[tuple[Piece, Tensor]]
+
+
+class Item(NamedTuple):
+    """A rectangle of one state of a tensor, with its values, flat."""
+
+    state: str
+    name: str
+    rectangle: Rectangle
+    values: Tensor
+
+    @property
+    def key(self) -> str:
+        return key_of(self.state, self.name, self.rectangle)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.rectangle)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What this rank will write: copies on the CPU, which training does not touch. `shapes` are those of all tensors
+    that this rank is the first to hold a part of."""
+
+    items: list[Item]
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+@torch.no_grad()
+def snapshot(states: Mapping[str, Parts], rank: int) -> Snapshot:
+    """Copy what `rank` writes of each state (its name -> parts)."""
+    owned = [(state, piece, part) for state, parts in states.items() for piece, part in parts if piece.first_copy(rank)]
+    if not owned:  # another rank speaks for all that this one holds
+        return Snapshot([], {})
+    sources = [part.detach() for _, _, part in owned]
+    sizes, pinned = [source.numel() for source in sources], sources[0].is_cuda
+    targets = list(torch.empty(sum(sizes), dtype=sources[0].dtype, pin_memory=pinned).split(sizes))
+    torch._foreach_copy_(targets, sources, non_blocking=pinned)
+    if pinned:
+        torch.cuda.synchronize()
+    items = [
+        Item(state, piece.placement.tensor.name, rectangle, values)
+        for (state, piece, _), target in zip(owned, targets, strict=True)
+        for rectangle, values in _rectangles(piece, rank, target)
+    ]
+    return Snapshot(items, {p.placement.tensor.name: p.placement.tensor.shape for _, p, _ in owned})
+
+
+def _rectangles(piece: Piece, rank: int, values: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
+    found = list(piece.rectangles(rank))
+    yield from zip(found, values.split([area(rectangle) for rectangle in found]), strict=True)
+
+
+class Saver:
+    """Saves of one run, one after the other. `group` is of the world, on the CPU, and nobody else's.
+
+    After a failed save `failed` is true on this rank, and `wait` raises the same error on all ranks.
+    """
+
+    def __init__(self, shelf: Path, group: Group, keep: int) -> None:
+        self.shelf, self.group, self.keep = shelf, group, keep
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    def start(self, taken: Snapshot, facts: Facts) -> None:
+        """Write a snapshot beside what this thread does next. A save that still goes on is waited for."""
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(taken, facts), name="plait save", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the last save is published. Raises what kept it from that."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _run(self, taken: Snapshot, facts: Facts) -> None:
+        try:
+            self._save(taken, facts)
+        except BaseException as error:  # it is raised again by `wait`, in the thread that can act on it
+            self._error = error
+            if self.group.rank == 0 and isinstance(error, PlaitError):
+                print(f"step {facts.step}: {error.message}", file=sys.stderr, flush=True)
+
+    def _save(self, taken: Snapshot, facts: Facts) -> None:
+        rank, step = self.group.rank, facts.step
+        folder = folder_of(self.shelf, step)
+        name = self._open(folder, step)
+        strike(rank, step, "save opened")
+        report = _attempt(lambda: _write(folder / f"{name}-rank-{rank:05d}.safetensors", taken, rank, step))
+        reports = self._agree(report, step)
+        if any("error" in report for report in reports):
+            if rank == 0:
+                _attempt(lambda: _remove(folder, name))
+            raise _error(step, reports)
+        strike(rank, step, "save agreed")
+        published = _attempt(lambda: self._publish(folder, facts, reports)) if rank == 0 else {}
+        answers = self._agree(published, step)
+        if "error" in answers[0]:
+            raise _error(step, answers[:1])
+        strike(rank, step, "save finished")
+
+    def _open(self, folder: Path, step: int) -> str:
+        """The folder is there, and the name under which this save's files stand is known to all."""
+        strike(self.group.rank, step, "save begun")
+        mine = _attempt(lambda: _make(folder)) if self.group.rank == 0 else {}
+        opened = self._agree(mine, step)
+        if "error" in opened[0]:
+            raise _error(step, opened[:1])
+        return str(opened[0]["name"])
+
+    def _agree(self, mine: dict[str, Any], step: int) -> list[dict[str, Any]]:
+        """Every rank's report, on every rank."""
+        return [json.loads(report) for report in comm.gather_bytes(json.dumps(mine).encode(), self.group)]
+
+    def _publish(self, folder: Path, facts: Facts, reports: list[dict[str, Any]]) -> dict[str, Any]:
+        manifest = _manifest(folder, facts, reports)
+        strike(0, facts.step, "save publishing")
+        write_manifest(manifest)
+        strike(0, facts.step, "save published")
+        clear(folder, {MANIFEST, *manifest.files})
+        expire(self.shelf, self.keep)
+        return {}
+
+
+def _attempt(act: Any) -> dict[str, Any]:
+    """What `act` reports, or its failure as a report: the other ranks must hear of it."""
+    try:
+        return dict(act())
+    except OSError as error:
+        return {"error": f"{error.filename or ''}: {error.strerror or error}".strip(": "), "number": error.errno}
+    except TrainingStopped as error:
+        return {"error": error.message, "number": None, "stopped": True}
+
+
+def _make(folder: Path) -> dict[str, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    return {"name": secrets.token_hex(4)}
+
+
+def _remove(folder: Path, name: str) -> dict[str, Any]:
+    for path in folder.glob(f"{name}-*"):
+        path.unlink()
+    if not any(folder.iterdir()):
+        folder.rmdir()
+    return {}
+
+
+def _write(path: Path, taken: Snapshot, rank: int, step: int) -> dict[str, Any]:
+    """This rank's file; its report."""
+    for item in taken.items:
+        if not torch.isfinite(item.values).all():
+            raise TrainingStopped(f"{item.key} on rank {rank} is not finite: this checkpoint is not published")
+    if not taken.items:
+        return {"file": None}
+    dtype = str(taken.items[0].values.dtype).removeprefix("torch.")
+    entries = [(item.key, dtype, item.shape) for item in taken.items]
+    header = header_of(entries, {"rank": str(rank)})
+    size = size_of(header, entries)
+    try:
+        checksums = write_file(path, header, size, _contents(taken, rank, step))
+    except OSError as error:
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(error.errno, f"{error.strerror} ({size} bytes are needed, {free} are free)", str(path)) from error
+    strike(rank, step, "save written")
+    parts = [(item.name, item.rectangle) for item in taken.items if item.state == WEIGHT]
+    states: dict[str, list[str]] = {}
+    for item in taken.items:
+        states.setdefault(item.name, [])
+        if item.state not in states[item.name]:
+            states[item.name].append(item.state)
+    return {
+        "file": path.name, "checksums": checksums.as_dict(), "parts": parts, "states": states, "shapes": taken.shapes,
+    }  # fmt: skip
+
+
+def _contents(taken: Snapshot, rank: int, step: int) -> Iterator[memoryview]:
+    for number, item in enumerate(taken.items):
+        if number == len(taken.items) // 2:
+            strike(rank, step, "save writing")
+        yield item.values.view(torch.uint8).numpy().data
+
+
+def _manifest(folder: Path, facts: Facts, reports: list[dict[str, Any]]) -> Manifest:
+    written = [report for report in reports if report["file"] is not None]
+    parts: dict[str, list[Part]] = {}
+    states: dict[str, tuple[str, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for report in written:
+        for name, rectangle in report["parts"]:
+            parts.setdefault(name, []).append(Part(tuple((a, b) for a, b in rectangle), report["file"]))
+            states[name] = tuple(report["states"][name])
+            shapes[name] = tuple(report["shapes"][name])
+    for name, found in parts.items():
+        held, whole = sum(area(part.rectangle) for part in found), area(tuple((0, n) for n in shapes[name]))
+        assert held == whole, f"{held} of {whole} elements of {name} were written"
+    files = {report["file"]: Checksums.from_dict(report["checksums"]) for report in written}
+    return Manifest(folder, facts, files, {n: TensorFacts(shapes[n], states[n], tuple(parts[n])) for n in parts})
+
+
+def _error(step: int, reports: list[dict[str, Any]]) -> PlaitError:
+    """The first report of a failure, as the error that all ranks raise."""
+    rank, report = next((rank, report) for rank, report in enumerate(reports) if "error" in report)
+    if report.get("stopped"):
+        return TrainingStopped(f"step {step}: {report['error']}")
+    full = report["number"] in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    hint = "make room, or set train.run_dir to a larger disk; checkpoints before this one are untouched" if full else ""
+    return SaveFailed(f"the checkpoint of step {step} could not be written by rank {rank}: {report['error']}", hint)
+
+
+def versions() -> dict[str, str]:
+    """What writes checkpoints here."""
+    from plait import __version__
+
+    return {
+        "plait": __version__,
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "host": os.uname().nodename,
+    }

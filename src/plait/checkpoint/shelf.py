@@ -1,0 +1,100 @@
+"""The checkpoints of a run, side by side in one folder: which there are, which is whole, which may go. No torch.
+
+A folder counts by its manifest: complete means that it is there, undamaged, and every file has the size it names.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from plait.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from plait.spec.errors import BrokenCheckpoint, UsageError
+
+LOCK = "lock"
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+def folder_of(shelf: Path, step: int) -> Path:
+    """Where the checkpoint of a step stands."""
+    return shelf / f"step-{step:08d}"
+
+
+def folders(shelf: Path) -> list[Path]:
+    """Every checkpoint's folder, whole or not, the newest first."""
+    named = [path for path in shelf.iterdir() if _NAME.fullmatch(path.name)] if shelf.is_dir() else []
+    return sorted(named, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+
+
+def complete(folder: Path) -> Manifest:
+    """The manifest of a folder whose files all have their sizes; BrokenCheckpoint says which one has not."""
+    manifest = read_manifest(folder)
+    for name, checksums in manifest.files.items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise BrokenCheckpoint(path, error.strerror or str(error)) from error
+        if size != checksums.size:
+            raise BrokenCheckpoint(path, f"{size} bytes, the manifest says {checksums.size}")
+    return manifest
+
+
+def candidates(place: Path) -> list[Path]:
+    """The checkpoints that a path means, the newest first: itself, those beside each other in it, or those of a run."""
+    if (place / MANIFEST).exists() or _NAME.fullmatch(place.name):
+        return [place]
+    return folders(place) or folders(place / "checkpoints")
+
+
+def expire(shelf: Path, keep: int) -> list[Path]:
+    """Remove all but the `keep` newest complete checkpoints, and what interrupted saves left behind."""
+    gone, kept = [], 0
+    for folder in folders(shelf):
+        try:
+            names = {MANIFEST, *complete(folder).files}
+        except BrokenCheckpoint:
+            if kept:  # else it may be the newest there is, and worth a look
+                gone.append(folder)
+            continue
+        kept += 1
+        if kept > keep:
+            gone.append(folder)
+        else:
+            clear(folder, names)
+    for folder in gone:
+        (folder / MANIFEST).unlink(missing_ok=True)  # first, so that a half-removed checkpoint is none
+        shutil.rmtree(folder, ignore_errors=True)
+    return gone
+
+
+def clear(folder: Path, names: set[str]) -> None:
+    """Remove every file of a folder that is not one of `names`."""
+    for path in folder.iterdir():
+        if path.name not in names:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def held(shelf: Path) -> Iterator[None]:
+    """The folder is this job's alone while it runs; UsageError where another one has it. Ends with the process."""
+    shelf.mkdir(parents=True, exist_ok=True)
+    with (shelf / LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            owner = file.read().strip() or "another job"
+            raise UsageError(f"{shelf}: {owner} writes its checkpoints here", "name another train.run_dir") from error
+        except OSError:  # a filesystem without locks: files of two jobs have different names, the last manifest counts
+            pass
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield

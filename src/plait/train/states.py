@@ -1,0 +1,95 @@
+"""What a checkpoint keeps of a training, and how a training takes it up again: weights, moments, counters, scaler.
+
+Every state is a list of pieces in the order of `States.masters()`. Which file a rank reads is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.manifest import WEIGHT, Facts
+from plait.checkpoint.save import Parts, versions
+from plait.checkpoint.source import Source, refuse_mismatch
+from plait.parallel.precision import Dtypes
+from plait.placement.cuts import Rectangle
+from plait.spec.run import OptimSpec, RunSpec
+from plait.train.step import Step
+
+# Optimizer -> its states of the size of the weights, under torch's names, and whether it counts its updates itself.
+MOMENTS: Mapping[str, Callable[[OptimSpec], tuple[str, ...]]] = {
+    "adamw": lambda optim: ("exp_avg", "exp_avg_sq"),
+    "sgd": lambda optim: ("momentum_buffer",) if optim.momentum else (),
+}
+COUNTS = ("adamw",)
+SCALE = ("value", "good_steps", "patience")  # of LossScale
+
+Read = Callable[[str, Rectangle, str], Tensor]  # name, rectangle, state -> values on the CPU
+
+
+def states_of(step: Step) -> dict[str, Parts]:
+    """Each state that this rank updates, by name: the master weights, and the moments once there was an update."""
+    pieces = [piece for piece, _ in step.states.masters()]
+    found: dict[str, Parts] = {WEIGHT: list(zip(pieces, step.masters, strict=True))}
+    if step.updates:
+        for name in MOMENTS[step.run.optim.name](step.run.optim):
+            found[name] = [
+                (p, step.optimizer.state[master][name]) for p, master in zip(pieces, step.masters, strict=True)
+            ]
+    return found
+
+
+def facts_of(step: Step, number: int, loss: float | None, data: str) -> Facts:
+    """Where the training stands after step `number`."""
+    run = step.run
+    return Facts(
+        step=number,
+        updates=step.updates,
+        samples=number * run.batch.global_size,
+        loss=loss,
+        scale={name: getattr(step.scale, name) for name in SCALE},
+        run=run.model_dump(mode="json"),
+        layout=step.mesh.layout.model_dump(mode="json"),
+        data=data,
+        dtype=str(Dtypes.of(run.precision).master).removeprefix("torch."),
+        versions=versions(),
+    )
+
+
+def take_up(step: Step, source: Source) -> None:
+    """Go on where a checkpoint stands, whatever layout wrote it. Collective."""
+    facts, run = source.manifest.facts, step.run
+    moments = MOMENTS[run.optim.name](run.optim) if facts.updates else ()
+    refuse_mismatch(source.manifest, shapes_of(run), moments)
+    take_weights(step, source.read)
+    pieces = [piece for piece, _ in step.states.masters()]
+    for piece, master in zip(pieces, step.masters, strict=True) if facts.updates else ():
+        state: dict[str, Tensor] = {name: torch.empty_like(master) for name in moments}
+        for name, values in state.items():
+            _fill(values, [source.read(piece.placement.tensor.name, r, name) for r in piece.rectangles(step.mesh.rank)])
+        if run.optim.name in COUNTS:
+            state["step"] = torch.tensor(float(facts.updates), device=master.device)
+        step.optimizer.state[master] = state
+    step.updates = facts.updates
+    for name in SCALE:
+        setattr(step.scale, name, type(getattr(step.scale, name))(facts.scale[name]))
+
+
+@torch.no_grad()
+def take_weights(step: Step, read: Read) -> None:
+    """The master weights from `read`, made everyone's. Collective."""
+    for (piece, _), master in zip(step.states.masters(), step.masters, strict=True):
+        name = piece.placement.tensor.name
+        _fill(master, [read(name, rectangle, WEIGHT) for rectangle in piece.rectangles(step.mesh.rank)])
+    step.states.publish()
+
+
+def shapes_of(run: RunSpec) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the model."""
+    return {tensor.name: tensor.shape for tensor in run.model.parameters()}
+
+
+def _fill(target: Tensor, parts: list[Tensor]) -> None:
+    target.copy_(torch.cat([part.flatten() for part in parts]))
