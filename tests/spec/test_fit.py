@@ -196,8 +196,6 @@ def test_an_impossible_model_is_named_and_what_follows_from_it_is_not() -> None:
         ("layout.ep=2", "layout.dp=2"),
         ("layout.etp=2", "layout.tp=2"),
         ("layout.ulysses=2", "layout.cp=2"),
-        ("schedule.name=zb-v",),
-        ("schedule.name=interleaved",),
         ("recompute.mode=full",),
         ('recompute.mode=["norm"]',),
         ("train.resume=runs/a",),

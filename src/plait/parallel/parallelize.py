@@ -13,6 +13,7 @@ from torch import nn
 
 from plait.models.decoder import Decoder, PassThrough
 from plait.models.init import draw
+from plait.parallel.late import Late, split_backward
 from plait.parallel.mesh import Mesh
 from plait.parallel.precision import DTYPES, Dtypes
 from plait.parallel.stage import DecoderStage, Signature
@@ -22,6 +23,7 @@ from plait.parallel.zero import States, gather_by_unit
 from plait.placement import Placement, StageMap, place, stages_of
 from plait.placement.cuts import Rectangle
 from plait.placement.place import homes
+from plait.spec.pipeline import splits_backward
 from plait.spec.run import SHARD_UNITS, RunSpec
 
 
@@ -44,13 +46,16 @@ def parallelize(model: Decoder, mesh: Mesh, run: RunSpec, weights: Weights | Non
     states = States(placements, mesh, run.zero, Dtypes.of(run.precision), SHARD_UNITS[run.optim.name])
     materialise(parts, states.rows, mesh.rank, weights)
 
+    late = Late(states.deliver) if splits_backward(run.schedule) else None
     split = mesh.layout.sequence_parallel
     known = Sharding(mesh.group("tp"), split, run.model.head_dim, _rectangles(placements, mesh))
     for part in parts.values():
         split_tensors(part, known)
+        if late is not None:
+            split_backward(part, late)
     gather_by_unit(parts, states)
     boundary = _boundary(run, mesh)
-    mine = {i: DecoderStage(i, part, i == 0, i == stages.last, boundary) for i, part in parts.items()}
+    mine = {i: DecoderStage(i, part, i == 0, i == stages.last, boundary, late) for i, part in parts.items()}
     return Parallel(mine, states, placements)
 
 

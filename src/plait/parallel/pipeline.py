@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from time import perf_counter
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -23,9 +23,10 @@ from plait.parallel import collectives as comm
 from plait.parallel.collectives import Group, Transfer
 from plait.parallel.mesh import Mesh
 from plait.parallel.stage import Signature, Stage, Tensors
-from plait.schedule import Action, Kind, Message, Program, Schedule, Span
+from plait.schedule import WEIGHT_GRADIENTS, Action, Kind, Message, Program, Schedule, Span
 from plait.spec.errors import PlaitError
 
+T = TypeVar("T")
 SENDS_IN_FLIGHT = 2  # per pipeline rank: more than 1F1B ever has on their way
 
 
@@ -48,7 +49,10 @@ class Pipeline:
         self.up, self.down = mesh.group("pp", "up"), mesh.group("pp", "down")
         self._handlers: dict[Kind, Callable[[Schedule, Action], None]] = {
             Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.W: self._weights,
             Kind.BW: self._backward,
+            Kind.FB: self._both,
             Kind.SEND: self._send,
             Kind.RECV: self._receive,
             Kind.REDUCE: self._reduce,
@@ -72,20 +76,44 @@ class Pipeline:
         return self._spans
 
     def _forward(self, schedule: Schedule, action: Action) -> None:
-        received = self._take(schedule, action)
-        start = perf_counter()
-        outputs = self.stages[action.stage].forward(action.micro, received)
-        self._spans.append(Span(action, start, perf_counter()))
-        self._give(schedule, action, outputs, self.stages[action.stage].outputs)
+        received, stage = self._take(schedule, action), self.stages[action.stage]
+        outputs = self._timed(action, lambda: stage.forward(action.micro, received))
+        self._give(schedule, action, outputs, stage.outputs)
 
     def _backward(self, schedule: Schedule, action: Action) -> None:
-        gradients = self._take(schedule, action)
+        gradients, stage = self._take(schedule, action), self.stages[action.stage]
+        self._arm(action)
+        backward = stage.backward if action.kind is Kind.BW else stage.backward_input
+        returned = self._timed(action, lambda: backward(action.micro, gradients))
+        self._give(schedule, action, returned, stage.inputs)
+
+    def _weights(self, schedule: Schedule, action: Action) -> None:
+        self._arm(action)
+        self._timed(action, lambda: self.stages[action.stage].backward_weight(action.micro))
+
+    def _both(self, schedule: Schedule, action: Action) -> None:
+        """A forward and a backward that nothing may come between: what each waits for is there before both."""
+        forward, backward = action.parts
+        received, gradients = self._take(schedule, forward), self._take(schedule, backward)
+        self._arm(backward)
+
+        def compute() -> tuple[Tensors, Tensors]:
+            outputs = self.stages[forward.stage].forward(forward.micro, received)
+            return outputs, self.stages[backward.stage].backward(backward.micro, gradients)
+
+        outputs, returned = self._timed(action, compute)
+        self._give(schedule, forward, outputs, self.stages[forward.stage].outputs)
+        self._give(schedule, backward, returned, self.stages[backward.stage].inputs)
+
+    def _arm(self, action: Action) -> None:
         if self.states is not None and action in self._completing:
             self.states.arm(action.stage)
+
+    def _timed(self, action: Action, compute: Callable[[], T]) -> T:
         start = perf_counter()
-        returned = self.stages[action.stage].backward(action.micro, gradients)
+        result = compute()
         self._spans.append(Span(action, start, perf_counter()))
-        self._give(schedule, action, returned, self.stages[action.stage].inputs)
+        return result
 
     def _reduce(self, schedule: Schedule, action: Action) -> None:
         if self.states is not None:
@@ -141,7 +169,7 @@ def completing(program: Program) -> frozenset[Action]:
     last: dict[int, Action] = {}
     found = set()
     for action in program:
-        last |= {part.stage: part for part in action.parts if part.kind in (Kind.W, Kind.BW)}
+        last |= {part.stage: part for part in action.parts if part.kind in WEIGHT_GRADIENTS}
         if action.kind is Kind.REDUCE:
             found.add(last[action.stage])
     return frozenset(found)

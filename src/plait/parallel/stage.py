@@ -16,6 +16,7 @@ from plait.models.decoder import Decoder, add_terms
 from plait.models.where import Where
 from plait.parallel import collectives as comm
 from plait.parallel.collectives import Group
+from plait.parallel.late import Late, Product
 
 Tensors = tuple[Tensor, ...]
 # Shape and dtype of each tensor between two stages.
@@ -59,24 +60,32 @@ class Stage(Protocol):
 
     def backward(self, micro: int, gradients: Tensors) -> Tensors: ...
 
+    def backward_input(self, micro: int, gradients: Tensors) -> Tensors: ...
+
+    def backward_weight(self, micro: int) -> None: ...
+
 
 class DecoderStage:
-    """Some consecutive blocks of a decoder, with the ends that belong to them."""
+    """Some consecutive blocks of a decoder, with the ends that belong to them. `late` takes B and W apart."""
 
-    def __init__(self, index: int, module: Decoder, first: bool, last: bool, boundary: Signature = ()) -> None:
-        self.index, self.module, self.first, self.last = index, module, first, last
+    def __init__(
+        self, index: int, module: Decoder, first: bool, last: bool, boundary: Signature = (), late: Late | None = None
+    ) -> None:
+        self.index, self.module, self.first, self.last, self._late = index, module, first, last, late
         self.inputs = () if first else boundary
         self.outputs = () if last else boundary
         self.totals: dict[str, Tensor] = {}
         self._micros: Sequence[Micro] = ()
         self._denominators: Denominators | None = None
         self._live: dict[int, tuple[Tensors, Tensors, Tensors]] = {}
+        self._products: dict[int, list[Product]] = {}  # from B to W
 
     def begin(self, micros: Sequence[Micro], denominators: Denominators | None) -> None:
         """Take a step's micro-batches. Without denominators nothing is differentiated: an evaluation."""
         self._micros, self._denominators = micros, denominators
         self.totals = {}
         self._live.clear()
+        self._products.clear()
         self.module.train(denominators is not None)
 
     def forward(self, micro: int, received: Tensors) -> Tensors:
@@ -103,3 +112,18 @@ class DecoderStage:
         received, roots, seeds = self._live.pop(micro)
         torch.autograd.backward(roots, [*gradients, *seeds])
         return tuple(x.grad for x in received if x.grad is not None)
+
+    def backward_input(self, micro: int, gradients: Tensors) -> Tensors:
+        """B: as `backward`, but the linears leave the gradients of their weights for W."""
+        assert self._late is not None, "the stage was not made to take its backward apart"
+        with self._late.keeping() as products:
+            returned = self.backward(micro, gradients)
+        self._products[micro] = products
+        return returned
+
+    def backward_weight(self, micro: int) -> None:
+        """W: the gradients that B left."""
+        assert self._late is not None, "the stage was not made to take its backward apart"
+        with torch.no_grad():
+            for product in self._products.pop(micro):
+                self._late.deliver(product.weight, product.compute())

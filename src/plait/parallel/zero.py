@@ -59,6 +59,7 @@ class States:
             Row(buffer, sharing[buffer.domain], zero.stage, dtypes, mesh.device)
             for buffer in buffers(placements, mesh.rank, unit)
         ]
+        self._places: dict[nn.Parameter, tuple[Row, int]] = {}
         self._of_stage: dict[int, list[Row]] = {}
         self._flushed: dict[int, int] = {}  # rows that several stages complete -> how many have
         self._next: dict[int, int] = {}  # armed stage -> its next row to reduce
@@ -67,6 +68,7 @@ class States:
             for stage in row.buffer.stages:
                 self._of_stage.setdefault(stage, []).append(row)
             for index, parameter in enumerate(row.parameters):
+                self._places[parameter] = row, index
                 parameter.register_post_accumulate_grad_hook(partial(self._accumulated, row, index))
 
     # --- weights ---------------------------------------------------------------------------------------------------
@@ -100,6 +102,10 @@ class States:
         if row.buffer.stages[0] in self._next:
             row.waiting -= 1
             self._reduce_complete(row.buffer.stages[0])
+
+    def deliver(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add to a parameter's gradient what autograd has not put there."""
+        self.add(*self._places[parameter], gradient)
 
     def arm(self, stage: int) -> None:
         """The next backward of this stage completes its gradients: from now on, complete rows are reduced."""
@@ -145,8 +151,8 @@ class States:
 
     def _accumulated(self, row: Row, index: int, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        self.add(row, index, gradient)
+        if gradient is not None:  # a linear may have left it for later
+            self.add(row, index, gradient)
 
     def _reduce_complete(self, stage: int, flushing: bool = False) -> None:
         # In one order on all ranks, whichever row is complete first here.

@@ -10,9 +10,9 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from plait.spec.available import SCHEDULES
 from plait.spec.fit import fit, violations
 from plait.spec.model import ModelSpec
+from plait.spec.pipeline import SHAPES, splits_backward, stage_count
 from plait.spec.run import BatchSpec, DataSpec, LayoutSpec, RunSpec, ScheduleSpec, TrainSpec, ZeroSpec
 
 MOST_RANKS = 8
@@ -25,14 +25,17 @@ FEATURES: Mapping[str, Callable[[RunSpec], bool]] = {
     "dp > 1": lambda r: (r.layout.dp or 1) > 1,
     "three axes > 1": lambda r: min(r.layout.tp, r.layout.pp, r.layout.dp or 1) > 1,
     "sequence parallel": lambda r: r.layout.sequence_parallel and r.layout.tp > 1,
-    **{f"schedule {name}": lambda r, name=name: r.schedule.name == name for name in SCHEDULES},  # type: ignore[misc]
+    **{f"schedule {name}": lambda r, name=name: r.schedule.name == name for name in SHAPES},  # type: ignore[misc]
     "accumulation": lambda r: r.batch.global_size > r.batch.micro_size * (r.layout.dp or 1),
     "other rank order": lambda r: r.layout.order != ORDERS[0],
     "tied": lambda r: r.model.tied,
     "tied over stages": lambda r: r.model.tied and r.layout.pp > 1,
     "kv < tp": lambda r: r.model.kv_heads < r.layout.tp,
     "grouped heads": lambda r: 1 < r.model.kv_heads < r.model.heads,
-    "uneven layers": lambda r: r.model.layers % r.layout.pp > 0,
+    "several stages per rank": lambda r: stage_count(r.schedule, 1) > 1,
+    "backward apart": lambda r: splits_backward(r.schedule) and r.layout.pp > 1,
+    "uneven layers": lambda r: r.model.layers % stage_count(r.schedule, r.layout.pp) > 0,
+    "balanced layers": lambda r: r.schedule.layers == "balanced" and r.layout.pp > 1,
     "uneven vocabulary": lambda r: r.model.vocab % r.layout.tp > 0,
     "uneven ffn": lambda r: r.model.ffn % r.layout.tp > 0,
     "dropout": lambda r: r.model.dropout > 0,
@@ -75,10 +78,13 @@ def _draw(dice: random.Random, every_axis: bool) -> RunSpec:
     layout = _layout(dice, every_axis)
     micro, micro_batches = dice.choice((1, 1, 2, 3)), dice.choice((1, 2, 3, 4, 5))
     sequence = dice.choice((8, 12, 16)) if layout.sequence_parallel else dice.choice((7, 8, 11, 16))
+    schedule = _schedule(dice)
+    model = _model(dice, layout, sequence)
+    layers = max(model.layers, stage_count(schedule, layout.pp) + dice.choice((0, 1)))
     return RunSpec(
-        model=_model(dice, layout, sequence),
+        model=model.model_copy(update={"layers": layers}),
         layout=layout,
-        schedule=ScheduleSpec(name=dice.choice(SCHEDULES)),
+        schedule=schedule,
         batch=BatchSpec(global_size=(layout.dp or 1) * micro * micro_batches, micro_size=micro, sequence=sequence),
         zero=_zero(dice, layout),
         data=DataSpec(source="synthetic", mask_documents=dice.random() < 0.3),
@@ -99,6 +105,12 @@ def _zero(dice: random.Random, layout: LayoutSpec) -> ZeroSpec:
     dp = layout.dp or 1
     shard: Any = dice.choice([n for n in range(1, dp + 1) if dp % n == 0]) if dice.random() < 0.4 else "all"
     return ZeroSpec(stage=dice.choice((0, 1, 2, 3)), shard=shard, keep=dice.random() < 0.3)
+
+
+def _schedule(dice: random.Random) -> ScheduleSpec:
+    name = dice.choice(list(SHAPES))
+    chunks = dice.choice((None, 3)) if SHAPES[name].chosen else None
+    return ScheduleSpec(name=name, chunks=chunks, layers=dice.choice(("even", "even", "balanced")))
 
 
 def _model(dice: random.Random, layout: LayoutSpec, sequence: int) -> ModelSpec:

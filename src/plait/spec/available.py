@@ -10,10 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from plait.spec.errors import Violation
-from plait.spec.pipeline import SHAPES
 from plait.spec.run import RunSpec
-
-SCHEDULES = ("gpipe", "1f1b")  # of the names that scripts rely on
 
 
 def _above_one(value: Any, run: RunSpec) -> bool:
@@ -27,8 +24,6 @@ NOT_YET: tuple[tuple[str, Callable[[Any, RunSpec], bool], str], ...] = (
     ("layout.ep", _above_one, "1"),
     ("layout.etp", _above_one, "1"),
     ("layout.ulysses", _above_one, "1"),
-    ("schedule.name", lambda value, run: value in SHAPES.keys() - set(SCHEDULES), " or ".join(SCHEDULES)),
-    ("schedule.file", lambda value, run: value is not None, "schedule.name"),
     ("recompute.mode", lambda value, run: value != "none", "'none'"),
     ("train.resume", lambda value, run: value is not None, ""),
     ("checkpoint.every", lambda value, run: value > 0, "0"),
