@@ -91,3 +91,14 @@ def test_under_torchrun_one_rank_speaks_for_all() -> None:
     ended = fresh("verify", *TINY, "layout.tp=2", "--json", launcher=launcher)
     assert ended.code == 0, ended.stderr
     assert json.loads(ended.stdout)["ok"] is True
+
+
+def test_ranks_of_any_world_are_counted_and_a_rank_beyond_it_is_refused() -> None:
+    ended = plait("verify", *TINY, "layout.tp=2", "zero.stage=1", "batch.global_size=64", "--world", "32", "--json")
+    assert ended.code == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["world"] == 32 and [each["rank"] for each in found["ranks"]] == [0, 31]
+    assert set(found["ranks"][0]["states"]) == {"weights", "gradients", "master", "moments"}
+    assert found["ranks"][0]["collectives"]["dp"]["reduce_scatter_tensor"]["bytes"] > 0
+    beyond = plait("verify", *TINY, "--world", "4", "--ranks", "first,4")
+    assert beyond.code == 2 and "rank 4 of a world of 4" in beyond.stderr

@@ -1,15 +1,17 @@
 """`count(run, world, ranks)`: the trainer's own step for some ranks of a world of any size, counted, not modelled.
 
-The ranks run one after the other in this process, on fake tensors (shapes without memory) and a process group that
-moves nothing; collectives are counted where torch dispatches them. A step of many micro-batches is affine in their
-number once the pipeline is full, so two short steps give a long one exactly.
+Each rank runs in a process of its own, on fake tensors (shapes without memory) and a process group that
+moves nothing; collectives are counted where torch dispatches them. What a step sends is affine in its micro-batches,
+so a step of one and a step that fills the pipeline give a long one exactly.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from typing import Any
 from unittest import mock
 
@@ -55,13 +57,15 @@ def count(run: RunSpec, world: int, ranks: Sequence[int], backend: str = "nccl")
     """Count a step of each of `ranks`, as if `backend` moved their tensors. Raises InvalidRun for an impossible run."""
     layout = fit(run, world)
     run = run.model_copy(update={"layout": run.layout.model_copy(update={"dp": layout.dp})})
-    return [_count(run, layout, rank, backend) for rank in ranks]
+    torch.set_num_threads(1)
+    with get_context("fork").Pool(min(len(ranks), os.cpu_count() or 1), maxtasksperchild=1) as pool:
+        return pool.starmap(_count, [(run, layout, rank, backend) for rank in ranks], chunksize=1)
 
 
 def _count(run: RunSpec, layout: Layout, rank: int, backend: str) -> Count:
     micro_batches = run.batch.global_size // (layout.dp * run.batch.micro_size)
-    short = layout.pp * chunks_of(run.schedule)
-    lengths = (short, 2 * short) if micro_batches > 2 * short and run.schedule.file is None else (micro_batches,)
+    full = layout.pp * chunks_of(run.schedule)  # as many as a pipeline ever holds
+    lengths = (1, full) if micro_batches > full > 1 and run.schedule.file is None else (micro_batches,)
     with _alone(rank, layout.world):
         mesh = Mesh(layout, "cpu", backend)
         steps = [_step(run, mesh, length) for length in lengths]
