@@ -61,10 +61,14 @@ def _shards(run: RunSpec) -> int:
 
 
 def draw_run(seed: int, number: int) -> RunSpec:
-    """The `number`-th legal run of a seed; every third splits along all axes, since some bugs need them at once."""
+    """The `number`-th legal run of a seed; every third splits along all axes, since some bugs need them at once.
+
+    The schedules take turns, so that each is drawn as often as the next.
+    """
+    name = list(SHAPES)[number % len(SHAPES)]
     dice = random.Random(f"plait {seed} {number}")
     while True:
-        run = _draw(dice, every_axis=number % 3 == 0)
+        run = _draw(dice, _schedule(dice, name), every_axis=number % 3 == 0)
         if not violations(run):
             return run
 
@@ -74,11 +78,10 @@ def coverage(runs: list[RunSpec]) -> dict[str, float]:
     return {name: sum(has(run) for run in runs) / len(runs) for name, has in FEATURES.items()}
 
 
-def _draw(dice: random.Random, every_axis: bool) -> RunSpec:
+def _draw(dice: random.Random, schedule: ScheduleSpec, every_axis: bool) -> RunSpec:
     layout = _layout(dice, every_axis)
     micro, micro_batches = dice.choice((1, 1, 2, 3)), dice.choice((1, 2, 3, 4, 5))
     sequence = dice.choice((8, 12, 16)) if layout.sequence_parallel else dice.choice((7, 8, 11, 16))
-    schedule = _schedule(dice)
     model = _model(dice, layout, sequence)
     layers = max(model.layers, stage_count(schedule, layout.pp) + dice.choice((0, 1)))
     return RunSpec(
@@ -103,12 +106,11 @@ def _layout(dice: random.Random, every_axis: bool) -> LayoutSpec:
 
 def _zero(dice: random.Random, layout: LayoutSpec) -> ZeroSpec:
     dp = layout.dp or 1
-    shard: Any = dice.choice([n for n in range(1, dp + 1) if dp % n == 0]) if dice.random() < 0.4 else "all"
+    shard: Any = dice.choice([n for n in range(1, dp + 1) if dp % n == 0]) if dice.random() < 0.5 else "all"
     return ZeroSpec(stage=dice.choice((0, 1, 2, 3)), shard=shard, keep=dice.random() < 0.3)
 
 
-def _schedule(dice: random.Random) -> ScheduleSpec:
-    name = dice.choice(list(SHAPES))
+def _schedule(dice: random.Random, name: str) -> ScheduleSpec:
     chunks = dice.choice((None, 3)) if SHAPES[name].chosen else None
     return ScheduleSpec(name=name, chunks=chunks, layers=dice.choice(("even", "even", "balanced")))
 
