@@ -45,6 +45,16 @@ class Batch(NamedTuple):
             None if self.documents is None else self.documents[start:stop],
         )
 
+    def columns(self, indices: Tensor) -> Batch:
+        """Some tokens of every row, by their places in it."""
+        return Batch(
+            self.tokens[:, indices],
+            self.labels[:, indices],
+            self.samples,
+            self.positions[..., indices],
+            None if self.documents is None else self.documents[:, indices],
+        )
+
     def to(self, device: torch.device) -> Batch:
         """The same rows on a device."""
         moved = [None if x is None else x.to(device, non_blocking=True) for x in self]

@@ -73,19 +73,33 @@ class Core(nn.Module):
         scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
         weights = scores.masked_fill(~visible(where, self.window), -math.inf).softmax(dim=-1).to(q.dtype)
         heads = torch.arange(self.first_head, self.first_head + q.shape[1], device=q.device)
-        state = fold(site_state(where.key, self.site), where.samples)  # (B,)
-        rows = fold(fold(state[:, None], heads)[..., None], where.indices)  # (B, h, S)
-        weights = weights.masked_fill(dropped(rows, where.indices, self.dropout), 0.0)
-        return (weights @ v) * (1 / (1 - self.dropout))
+        dead = dead_probabilities(where, (self.site, self.dropout), heads, where.indices, where.indices)
+        return (weights.masked_fill(dead, 0.0) @ v) * (1 / (1 - self.dropout))
+
+
+def dead_probabilities(where: Where, site: tuple[int, float], heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """Which attention probabilities dropout kills: bool (B, h, Q, K), by global numbers of heads, queries and keys.
+
+    `site` is the number of the layer's attention (`dropout.site_number`), and the probability.
+    """
+    state = fold(site_state(where.key, site[0]), where.samples)  # (B,)
+    rows = fold(fold(state[:, None], heads)[..., None], queries)  # (B, h, Q)
+    return dropped(rows, keys, site[1])
 
 
 def visible(where: Where, window: int | None) -> Tensor:
     """Which key each query sees: bool (S, S), or (B, 1, S, S) where rows hold several documents."""
-    query, key = where.indices[:, None], where.indices
-    seen = key <= query
+    documents = where.documents
+    return seen(where.indices, where.indices, window, None if documents is None else (documents, documents))
+
+
+def seen(queries: Tensor, keys: Tensor, window: int | None, documents: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Which key each query sees: bool (Q, K), or (B, 1, Q, K) with the documents (B, Q) and (B, K) of both."""
+    query = queries[:, None]
+    found = keys <= query
     if window is not None:
-        seen = seen & (query - key < window)
-    if where.documents is not None:
-        documents = where.documents[:, None]  # (B, 1, S)
-        seen = seen & (documents[..., None] == documents[..., None, :])
-    return seen
+        found = found & (query - keys < window)
+    if documents is not None:
+        of_query, of_key = documents
+        found = found & (of_query[:, None, :, None] == of_key[:, None, None, :])
+    return found

@@ -24,12 +24,12 @@ class ExpertWeights(NamedTuple):
     down: Tensor
 
 
-def _spans(counts: Tensor) -> list[tuple[int, int, int]]:
-    """(expert, first, last + 1) of the rows of each expert that has any."""
+def _spans(counts: Tensor, experts: int) -> list[tuple[int, int, int]]:
+    """(expert, first, last + 1) of each run of rows; experts take turns, 0 1 … 0 1 …"""
     spans, start = [], 0
-    for expert, count in enumerate(counts.tolist()):
+    for number, count in enumerate(counts.tolist()):
         if count:
-            spans.append((expert, start, start + count))
+            spans.append((number % experts, start, start + count))
         start += count
     return spans
 
@@ -39,7 +39,7 @@ class _Loop(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        ctx.spans = _spans(counts)
+        ctx.spans = _spans(counts, len(weight))
         ctx.save_for_backward(x, weight)
         y = x.new_empty(x.shape[0], weight.shape[1])
         for expert, start, stop in ctx.spans:
@@ -51,12 +51,17 @@ class _Loop(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
-        unused = set(range(len(weight))) - {expert for expert, _, _ in ctx.spans}
-        for expert in unused:
-            grad_weight[expert].zero_()
+        met: set[int] = set()
         for expert, start, stop in ctx.spans:
             torch.mm(grad[start:stop], weight[expert], out=grad_x[start:stop])
-            torch.mm(grad[start:stop].t(), x[start:stop], out=grad_weight[expert])
+            share = grad[start:stop].t(), x[start:stop]
+            if expert in met:
+                grad_weight[expert].addmm_(*share)
+            else:
+                torch.mm(*share, out=grad_weight[expert])
+                met.add(expert)
+        for expert in set(range(len(weight))) - met:
+            grad_weight[expert].zero_()
         return grad_x, grad_weight, None
 
 
@@ -65,18 +70,21 @@ def _loop(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def _grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    ends = counts.cumsum(0).to(torch.int32)
-    return F.grouped_mm(x, weight.mT, offs=ends)
+    """torch's kernel wants one run of rows for each matrix, so rows that came in several runs have their matrices in
+    turn."""
+    runs = len(counts) // len(weight)
+    return F.grouped_mm(x, weight.mT.repeat(runs, 1, 1), offs=counts.cumsum(0).to(torch.int32))
 
 
-Product = Callable[[Tensor, Tensor, Tensor], Tensor]  # x (M, m), W (E, n, m), counts (E,) -> (M, n)
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]  # x (M, m), W (E, n, m), counts (runs·E,) -> (M, n)
 
 # Where torch's grouped GEMM is a kernel of its own, and not a loop: elsewhere ours costs less (docs/log.md).
 PRODUCTS: Mapping[tuple[str, torch.dtype], Product] = {("cuda", torch.bfloat16): _grouped}
 
 
 def grouped_mlp(x: Tensor, counts: Tensor, weights: ExpertWeights, kind: str) -> Tensor:
-    """The MLP of each expert on its rows of x (M, d), of which there are counts (E,) -> (M, d)."""
+    """The MLP of each expert on its rows of x (M, d) -> (M, d): counts (runs·E,) of each expert's rows in each run of
+    rows, one run where a rank sorted them all."""
     product = PRODUCTS.get((x.device.type, x.dtype), _loop)
     activation, _ = ACTIVATIONS[kind]
     inner = [product(x, w, counts) for w in (weights.gate, weights.up) if w is not None]

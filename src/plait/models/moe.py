@@ -22,10 +22,10 @@ from plait.spec.model import ModelSpec
 
 
 class Tokens(NamedTuple):
-    """Where N tokens of a micro-batch stand: row (N,) of `rows`, and index (N,) among the `length` of a sequence."""
+    """Where N tokens of a micro-batch stand: row (N,) of `rows`, and place (N,) among the `length` of a sequence."""
 
     row: Tensor
-    index: Tensor
+    place: Tensor
     rows: int
     length: int
 
@@ -93,7 +93,7 @@ class Router(nn.Module):
             return torch.ones_like(experts, dtype=torch.bool), {}
         room = ceil(self.moe.capacity * self.moe.top_k * at.length / self.moe.count)
         asked = scores.new_zeros(at.rows, at.length, self.moe.count)  # 0 where a token did not choose an expert
-        places = at.row[:, None], at.index[:, None], experts
+        places = at.row[:, None], at.place[:, None], experts
         asked = self.parts.sum(asked.index_put(places, scores.gather(1, experts)))
         order = asked.argsort(dim=1, descending=True, stable=True)  # equal scores: the lower position first
         rank = torch.empty_like(order).scatter_(1, order, _positions(order))
@@ -175,7 +175,10 @@ class ExpertMLPs(nn.Module):
         self.down = nn.Parameter(torch.empty(count, hidden, ffn, **make))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x (M, d), the tokens of expert 0, then those of expert 1, …: counts (E,) of each -> (M, d)."""
+        """x (M, d), the tokens of expert 0, then those of expert 1, …: counts (E,) of each -> (M, d).
+
+        Several such runs, one after the other, have counts (runs·E,).
+        """
         return grouped_mlp(x, counts, ExpertWeights(self.gate, self.up, self.down), self.kind)
 
 
@@ -221,3 +224,11 @@ def settle(model: nn.Module, terms: Mapping[str, Tensor]) -> None:
     for module in model.modules():
         if isinstance(module, Router):
             module.settle(terms[f"load.{module.layer}"])
+
+
+def denominators(spec: ModelSpec, rows: int, length: int) -> dict[str, int]:
+    """What divides each auxiliary term of a batch of `rows` sequences of `length`: sequences, or tokens."""
+    if spec.moe is None:
+        return {}
+    counts = {"balance": (spec.moe.balance_coef, rows), "z": (spec.moe.z_coef, rows * length)}
+    return {name: count for name, (coefficient, count) in counts.items() if coefficient}

@@ -20,6 +20,7 @@ class Where(NamedTuple):
     positions: Tensor  # (S,) or (B, S) what the position embedding sees; restarts at each masked document
     documents: Tensor | None  # (B, S) document of each token within its row; None: every row is one document
     key: Tensor  # () hash of (seed, step), see dropout.step_key: all the randomness there is
+    row_documents: Tensor | None = None  # (B, whole row) documents of all tokens, where those here are only some
     rotary: tuple[Tensor, Tensor] | None = None  # cos, sin (S, 1, D/2) or (B, S, 1, D/2), filled in by the Decoder
 
     @classmethod

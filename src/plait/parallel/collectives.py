@@ -5,6 +5,10 @@
 | all_gather      | all-gather     | (by the caller) | column inputs, row output gradients, where tokens are split |
 | reduce_scatter  | reduce-scatter | (by the caller) | row outputs, column input gradients, where tokens are split |
 | all_reduce      | all-reduce     | (by the caller) | row outputs, column input gradients, cross-entropy        |
+| shift           | to the next    | (by the caller) | keys and values on a ring, and their gradients            |
+| exchange        | all-to-all     | (by the caller) | heads for tokens (Ulysses), tokens to experts and back    |
+| spread          | (all-gather)   | all-reduce or   | the rotated key of latent attention, one for all heads    |
+|                 |                | reduce-scatter  |                                                           |
 | sum_partial     | all-reduce     | identity        | embedding                                                 |
 | scatter_partial | reduce-scatter | all-gather      | embedding, where tokens are split                         |
 | sum_in_place    | all-reduce     | none            | gradient buffers, norm and loss, label counts             |
@@ -108,6 +112,39 @@ def finish_reduce_scatter(x: Tensor, group: Group) -> Tensor:
     return pieces.sum(0) if group.scatters_by_exchange else pieces[0]
 
 
+def start_shift(x: Tensor, group: Group) -> Tensor:
+    """Begin to send x to the next rank, the last one's to the first; what arrives is finished by `finish_shift`."""
+    if group.size == 1:
+        return x
+    ranks, here, size = range(group.size), group.rank, x.shape[0]
+    to = [size if rank == (here + 1) % group.size else 0 for rank in ranks]
+    come = [size if rank == (here - 1) % group.size else 0 for rank in ranks]
+    return cast(Tensor, _op.all_to_all_single(x.contiguous(), come, to, group.handle))
+
+
+def finish_shift(x: Tensor, group: Group) -> Tensor:
+    """What the rank before sent, in the shape of what was sent."""
+    return x if group.size == 1 else cast(Tensor, _op.wait_tensor(x))
+
+
+def start_exchange(x: Tensor, come: Sequence[int], to: Sequence[int], group: Group) -> Tensor:
+    """Begin to send to[r] rows of x to each rank r, in order, and to receive come[r] rows from it."""
+    if group.size == 1:
+        return x
+    return cast(Tensor, _op.all_to_all_single(x.contiguous(), list(come), list(to), group.handle))
+
+
+def finish_exchange(x: Tensor, group: Group) -> Tensor:
+    """The rows of all ranks, one rank's after the other's."""
+    return x if group.size == 1 else cast(Tensor, _op.wait_tensor(x))
+
+
+def exchange(x: Tensor, group: Group) -> Tensor:
+    """Piece r of x (n, …) goes to rank r; the result holds every rank's piece for this one, (n, …)."""
+    ones = [1] * group.size
+    return finish_exchange(start_exchange(x, ones, ones, group), group)
+
+
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     """start and finish at once."""
     return finish_all_reduce(start_all_reduce(x, group, op), group)
@@ -135,6 +172,24 @@ class _ScatterPartial(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return finish_all_gather(start_all_gather(grad, ctx.group), ctx.group), None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, split: bool) -> Tensor:
+        ctx.group, ctx.split = group, split
+        return finish_all_gather(start_all_gather(x, group), group) if split else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.split:
+            return finish_reduce_scatter(start_reduce_scatter(grad, ctx.group), ctx.group), None, None
+        return all_reduce(grad, ctx.group), None, None
+
+
+def spread(x: Tensor, group: Group, split: bool) -> Tensor:
+    """x as every rank uses it in its own way, gathered along dim 1 where it is `split`; so its gradient is a sum."""
+    return x if group.size == 1 else cast(Tensor, _Spread.apply(x, group, split))  # type: ignore[no-untyped-call]
 
 
 def sum_partial(x: Tensor, group: Group) -> Tensor:

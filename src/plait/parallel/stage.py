@@ -32,21 +32,26 @@ class Micro(NamedTuple):
 
 
 class Denominators:
-    """What divides the gradient of each loss term: counts of the whole global batch, summed while forward begins.
+    """What divides the gradient of each loss term: counts of the whole global batch, summed while forward begins, and
+    `fixed` ones, which need no counting.
 
     `scale` multiplies all gradients.
     """
 
-    def __init__(self, counts: Mapping[str, Tensor], group: Group, scale: float = 1.0) -> None:
-        self._group, self.scale = group, scale
+    def __init__(
+        self, counts: Mapping[str, Tensor], group: Group, scale: float = 1.0, fixed: Mapping[str, int] | None = None
+    ) -> None:
+        self._group, self.scale, self._fixed = group, scale, fixed or {}
         self._pending = {name: comm.start_all_reduce(count, group) for name, count in counts.items()}
-        self._known: Mapping[str, Tensor] | None = None
+        self._known: dict[str, Tensor] | None = None
 
     def wait(self) -> Mapping[str, Tensor]:
         """Term -> its denominator, at least 1."""
         if self._known is None:
             sums = {name: comm.finish_all_reduce(count, self._group) for name, count in self._pending.items()}
+            like = next(iter(sums.values()))
             self._known = {name: total.clamp(min=1) for name, total in sums.items()}
+            self._known |= {name: torch.full_like(like, count) for name, count in self._fixed.items()}
         return self._known
 
 

@@ -5,6 +5,7 @@
 | heads, ffn by output (column)  | split tokens: all-gather       | all-reduce (reduce-scatter) of | attention.qkv,   |
 |                                |                                | the input gradient, beside the | mlp.up,          |
 |                                |                                | weight gradient's GEMM         | head.projection  |
+| one key for all heads (latent) | split tokens: all-gather       | all-reduce (reduce-scatter)    | attention.spread |
 | heads, ffn by input (row)      | all-reduce (reduce-scatter)    | split tokens: all-gather       | attention.out,   |
 |                                |                                |                                | mlp.down         |
 | rows of the token table        | all-reduce (reduce-scatter)    | split tokens: all-gather       | embedding.tokens |
@@ -213,11 +214,28 @@ def _loss(module: nn.Module, path: str, known: Sharding) -> nn.Module:
 
 
 def _heads(module: Any, path: str, known: Sharding) -> nn.Module:
-    rows = known.rectangles[path.removesuffix("core") + "qkv.weight"][0][0]
+    attention = path.removesuffix("core")
+    fused = f"{attention}qkv.weight"
+    rows = known.rectangles[fused if fused in known.rectangles else f"{attention}q.weight"][0][0]
     core = copy(module)
     core.first_head = rows[0] // known.head_dim
     assert isinstance(core, nn.Module)
     return core
+
+
+class Spread(nn.Module):
+    """What all heads share meets the heads of every rank: (B, T/tp, d) of split tokens, or whole -> (B, T, d)."""
+
+    def __init__(self, group: Group, split: bool) -> None:
+        super().__init__()
+        self.group, self.split = group, split
+
+    def forward(self, x: Tensor) -> Tensor:
+        return comm.spread(x, self.group, self.split)
+
+
+def _spread(module: nn.Module, path: str, known: Sharding) -> nn.Module:
+    return Spread(known.group, known.split)
 
 
 def _between(module: nn.Module, path: str, known: Sharding) -> nn.Module:
@@ -232,11 +250,16 @@ STYLES: Mapping[str, Style] = {
     "embedding.positions": _between,
     "embedding.dropout": _between,
     "blocks.*.attention.qkv": _column,
+    "blocks.*.attention.q": _column,
+    "blocks.*.attention.kv": _column,
+    "blocks.*.attention.spread": _spread,
     "blocks.*.attention.core": _heads,
     "blocks.*.attention.out": _row,
     "blocks.*.dropout1": _between,
     "blocks.*.mlp.up": _column,
     "blocks.*.mlp.down": _row,
+    "blocks.*.mlp.shared.up": _column,
+    "blocks.*.mlp.shared.down": _row,
     "blocks.*.dropout2": _between,
     "head.projection": _column,
     "head.loss": _loss,

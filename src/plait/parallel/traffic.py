@@ -24,12 +24,19 @@ def _size(x: Any) -> int:
     return x.numel() * x.element_size() if isinstance(x, Tensor) else sum(_size(item) for item in x)
 
 
+def _leaving(args: tuple[Any, ...]) -> float:
+    """Bytes of an all-to-all (tensor, rows that come, rows that go, group) that go to other ranks."""
+    x, _, rows, handle = args
+    own = rows[dist.distributed_c10d._resolve_process_group(handle).rank()]  # type: ignore[attr-defined]
+    return _size(x) * (sum(rows) - own) / sum(rows) if sum(rows) else 0.0
+
+
 # Operator -> (torch's name of the operation, bytes that one rank of n sends). Positions are those of the schemas.
 OPERATORS: Mapping[str, tuple[str, Callable[[tuple[Any, ...], int], float]]] = {
     "_c10d_functional::all_reduce": ("all_reduce", lambda a, n: 2 * _size(a[0]) * (n - 1) / n),
     "_c10d_functional::all_gather_into_tensor": ("all_gather_into_tensor", lambda a, n: _size(a[0]) * (n - 1)),
     "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter_tensor", lambda a, n: _size(a[0]) * (n - 1) / n),
-    "_c10d_functional::all_to_all_single": ("all_to_all_single", lambda a, n: _size(a[0]) * (n - 1) / n),
+    "_c10d_functional::all_to_all_single": ("all_to_all_single", lambda a, n: _leaving(a)),
     "_c10d_functional::wait_tensor": ("", lambda a, n: 0),
     "c10d::allreduce_": ("all_reduce", lambda a, n: 2 * _size(a[0]) * (n - 1) / n),
     "_c10d_functional::all_gather_into_tensor_out": ("all_gather_into_tensor", lambda a, n: _size(a[0]) * (n - 1)),

@@ -15,6 +15,7 @@ from plait.parallel import collectives as comm
 from plait.parallel.mesh import Mesh
 from plait.parallel.row import Row
 from plait.placement import Piece, Placement, buffers
+from plait.placement.buffer import SHARDING
 from plait.placement.cuts import Rectangle, area
 from plait.placement.place import Placements
 from plait.spec.errors import CopiesDiffer
@@ -61,8 +62,12 @@ def pieces_held(placements: Placements, sharded: bool, unit: str = "element") ->
     """What each rank holds, in the order of its buffers: its shards, or whole rectangles."""
 
     def held(rank: int) -> list[Piece]:
-        shard = next(iter(placements.values())).layout.coordinates(rank).shard if sharded else None
-        return [piece for buffer in buffers(placements, rank, unit) for piece, _ in buffer.pieces(shard)]
+        at = next(iter(placements.values())).layout.coordinates(rank)
+        return [
+            piece
+            for buffer in buffers(placements, rank, unit)
+            for piece, _ in buffer.pieces(getattr(at, SHARDING[buffer.domain, True][0]) if sharded else None)
+        ]
 
     return held
 
@@ -80,7 +85,7 @@ def gather_whole(
         [piece for piece in owned(rank) if all_copies or piece.first_copy(rank)] for rank in range(mesh.layout.world)
     ]
     sizes = [[piece.stop - piece.start for piece in mine] for mine in held]
-    nothing = next(iter(local.values()))[:0]
+    nothing = next(iter(local.values()), torch.zeros(0, dtype=torch.float64, device=mesh.device))[:0]
     mine = torch.cat([nothing, *(local[piece.placement.tensor.name, piece.start] for piece in held[mesh.rank])])
     flats = comm.gather_to_first(mine, [sum(s) for s in sizes], mesh.group("world"))
 
@@ -89,6 +94,34 @@ def gather_whole(
         for piece, part in zip(held[rank], flat.split(sizes[rank]), strict=True):
             found.setdefault(piece.placement.tensor.name, []).append((rank, piece, part))
     return {name: _assemble(pieces) for name, pieces in found.items()}
+
+
+def fill_buffers(
+    stages: Mapping[int, nn.Module], placements: Placements, mesh: Mesh, weights: Weights, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Give the stages' meta buffers memory and the values of `weights`; all by name. Every rank holds them whole."""
+    found = {}
+    for placement in placements.values():
+        for index in placement.stages_on(mesh.rank) if placement.tensor.kind == "buffer" else ():
+            value = weights(placement.tensor, placement.rectangle(mesh.rank)).to(mesh.device, dtype)
+            parent, _, name = placement.tensor.home.rpartition(".")
+            setattr(stages[index].get_submodule(parent), name, value)
+            found[placement.tensor.name] = value
+    return found
+
+
+def gather_buffers(buffers: Mapping[str, Tensor], placements: Placements, mesh: Mesh) -> dict[str, Tensor]:
+    """Every buffer in float64, on rank 0. Raises CopiesDiffer where two ranks do not hold the same."""
+
+    def owned(rank: int) -> list[Piece]:
+        return [
+            Piece(p, 0, p.tensor.size, sharded=False)
+            for p in placements.values()
+            if p.tensor.kind == "buffer" and p.held_by(rank)
+        ]
+
+    parts = [(piece, buffers[piece.placement.tensor.name].double()) for piece in owned(mesh.rank)]
+    return gather_whole(parts, owned, mesh)
 
 
 def _assemble(pieces: list[tuple[int, Piece, Tensor]]) -> Tensor:

@@ -19,6 +19,8 @@ BUCKET_ELEMENTS = 2**20  # below ZeRO 3 a buffer closes once it holds this many:
 SHARDING: Mapping[tuple[str, bool], tuple[str, str]] = {
     ("dp_cp", False): ("self", "dp_cp"),
     ("dp_cp", True): ("shard", "replicate"),
+    ("edp", False): ("self", "edp"),
+    ("edp", True): ("edp", "self"),
 }
 
 

@@ -10,16 +10,18 @@ Rectangle = tuple[tuple[int, int], ...]  # (start, stop) of each dim of the glob
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """`dim` is cut over the ranks of group `over` (None: whole on each rank).
+    """`dim` is cut over the ranks of group `over` (None: whole on each rank), and dim `second[0]` over `second[1]`.
 
-    A gradient is partial over dp_cp always, over the groups of `partial` too, and over those of `partial_split` where
-    the tokens between blocks are split over tp (sequence parallelism).
+    A gradient is partial over `domain` always, over the groups of `partial` too, and over those of `partial_split`
+    where the tokens between blocks are split over tp (sequence parallelism).
     """
 
     dim: int | None = None
     over: str = "tp"
     partial: tuple[str, ...] = ()
     partial_split: tuple[str, ...] = ()
+    second: tuple[int, str] | None = None
+    domain: str = "dp_cp"
 
 
 CUTS: Mapping[str, Cut] = {
@@ -34,11 +36,11 @@ CUTS: Mapping[str, Cut] = {
     "row_bias": Cut(partial_split=("tp",)),  # added once, after the partial sums meet
     "head": Cut(dim=0),
     "latent": Cut(partial_split=("tp",)),
-    "router": Cut(partial_split=("tp",)),
+    "router": Cut(partial=("tp",)),  # every tp rank routes tokens of its own
     "router_bias": Cut(),
     "router_load": Cut(),
-    "expert_column": Cut(partial_split=("tp",)),
-    "expert_row": Cut(partial_split=("tp",)),
+    "expert_column": Cut(dim=0, over="ep", second=(1, "etp"), domain="edp"),
+    "expert_row": Cut(dim=0, over="ep", second=(2, "etp"), domain="edp"),
 }
 
 

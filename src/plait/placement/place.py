@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd
+from math import gcd, prod
 
 from plait.placement.cuts import CUTS, Rectangle, piece
 from plait.placement.stages import StageMap, stage_map
@@ -22,8 +22,9 @@ from plait.spec.run import ZeroSpec
 class Placement:
     """Where one tensor is.
 
-    `stages` hold it; `dim` is cut over group `over` (None: whole); its gradient is a partial sum over each group of
-    `partial`, in the order in which they are reduced; `copies` ranks of the world hold an identical rectangle.
+    `stages` hold it; `dim` is cut over group `over` (None: whole), and a `second` dim over another; its gradient is a
+    partial sum over each group of `partial`, in the order in which they are reduced; `copies` ranks of the world hold
+    an identical rectangle.
     """
 
     tensor: TensorSpec
@@ -34,6 +35,13 @@ class Placement:
     over: str
     partial: tuple[str, ...]
     zero_stage: int = 0
+    second: tuple[int, str] | None = None
+
+    @property
+    def cuts(self) -> tuple[tuple[int, str], ...]:
+        """(dim, group) of each cut."""
+        first = () if self.dim is None else ((self.dim, self.over),)
+        return first if self.second is None else (*first, self.second)
 
     @cached_property
     def holders(self) -> tuple[int, ...]:
@@ -47,12 +55,12 @@ class Placement:
 
     @property
     def copied_over_tp(self) -> bool:
-        """Whether several tp ranks hold the same rectangle."""
-        return self.layout.tp > (1 if self.dim is None else self.layout.size(self.over))
+        """Whether several tp ranks hold the same rectangle, and sum its gradient in groups of their own."""
+        return self.domain == "dp_cp" and self.layout.tp > (1 if self.dim is None else self.layout.size(self.over))
 
     @cached_property
     def copies(self) -> int:
-        pieces = 1 if self.dim is None else self.layout.size(self.over)
+        pieces = prod(self.layout.size(group) for _, group in self.cuts)
         return len(self.holders) * self.layout.ranks_per_stage // pieces
 
     @property
@@ -72,10 +80,9 @@ class Placement:
         """What `rank` holds of the global tensor; a rank of another stage holds nothing and asking is a bug."""
         assert self.held_by(rank), f"rank {rank} does not hold {self.tensor.name}"
         whole: list[tuple[int, int]] = [(0, size) for size in self.tensor.shape]
-        if self.dim is not None:
-            at = self.layout.coordinates(rank)
-            index = int(getattr(at, self.over))
-            whole[self.dim] = piece(self.tensor.shape[self.dim], self.layout.size(self.over), index)
+        at = self.layout.coordinates(rank)
+        for dim, group in self.cuts:
+            whole[dim] = piece(self.tensor.shape[dim], self.layout.size(group), int(getattr(at, group)))
         return tuple(whole)
 
     def shape(self, rank: int) -> tuple[int, ...]:
@@ -88,6 +95,8 @@ class Placement:
         `sharded`: each rank speaks for its shard of the rectangle only.
         """
         at = self.layout.coordinates(rank)
+        if self.domain == "edp":  # cut over all other ranks of the stage
+            return at.pp == self.holders[0] and (sharded or at.edp == 0)
         along_tp = at.tp if self.dim is None else at.copy if self.over == "kv" else 0
         along_domain = at.replicate if sharded else at.dp + at.cp
         return (at.pp, along_domain, along_tp) == (self.holders[0], 0, 0)
@@ -107,19 +116,19 @@ def _placement(tensor: TensorSpec, layout: Layout, zero: ZeroSpec, stages: Stage
     cut = CUTS[tensor.role]
     held = stages.holding(tensor)
     owners = tuple(stages.owner[stage] for stage in held)
-    partial = ("dp_cp", *cut.partial)
+    partial = (cut.domain, *cut.partial)
     if layout.sequence_parallel:
         partial += cut.partial_split
     if len(set(owners)) > 1:
         partial += ("tied",)
-    return Placement(tensor, layout, held, owners, cut.dim, cut.over, partial, zero.stage)
+    return Placement(tensor, layout, held, owners, cut.dim, cut.over, partial, zero.stage, cut.second)
 
 
 def homes(placements: Placements, rank: int) -> dict[str, tuple[Placement, ...]]:
     """Module parameter -> the tensors that it holds on this rank, stacked along dim 0 in this order."""
     found: dict[str, tuple[Placement, ...]] = {}
     for placement in placements.values():
-        if placement.held_by(rank):
+        if placement.tensor.kind == "weight" and placement.held_by(rank):
             home = placement.tensor.home
             found[home] = (*found.get(home, ()), placement)
     return found

@@ -173,9 +173,9 @@ def overflow_not_reduced() -> None:
     """Each rank takes the norm of its own gradients, by which it also judges whether a step overflowed."""
     plain = Step._over_world
 
-    def local(self: Step, norm_squared: Tensor) -> tuple[float, float, float]:
-        _, loss, count = plain(self, norm_squared)
-        return norm_squared.item(), loss, count
+    def local(self: Step, norm_squared: Tensor) -> Any:
+        sums, uses = plain(self, norm_squared)
+        return sums | {"norm": norm_squared.item()}, uses
 
     _replace(Step, "_over_world", local)
 

@@ -14,6 +14,8 @@ from plait.data import Batch, Samples, batch
 from plait.models.decoder import Decoder, logical_tensors
 from plait.models.dropout import step_key
 from plait.models.init import initialise
+from plait.models.layers import Terms
+from plait.models.moe import denominators, settle
 from plait.models.where import Where
 from plait.spec.run import RunSpec
 
@@ -38,7 +40,7 @@ def reference(run: RunSpec, samples: Samples, steps: int, device: torch.device |
     outcome = Outcome([], [], {}, {})
     for step in range(1, steps + 1):
         optimizer.zero_grad()
-        loss = mean_loss(model, batch(samples, step - 1, run.batch.global_size), step_key(run.train.seed, step))
+        loss, terms = objective(model, batch(samples, step - 1, run.batch.global_size), step_key(run.train.seed, step))
         loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         if step == 1:
@@ -46,17 +48,23 @@ def reference(run: RunSpec, samples: Samples, steps: int, device: torch.device |
             outcome.gradients = {name: gradient.clone() for name, gradient in found.items()}
         outcome.losses.append(loss.item())
         outcome.norms.append(torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt().item())
-        optimizer.step()
-    outcome.weights = {n: w.detach() for n, w in logical_tensors(run.model, dict(model.named_parameters())).items()}
+        if terms["count"] > 0:  # a batch without a label is no step
+            optimizer.step()
+            settle(model, terms)
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    outcome.weights = {name: tensor.detach() for name, tensor in logical_tensors(run.model, held).items()}
     return outcome
 
 
-def mean_loss(model: Decoder, rows: Batch, key: int) -> Tensor:
-    """Σ token losses / valid labels of these rows; 0 where there is no label."""
+def objective(model: Decoder, rows: Batch, key: int) -> tuple[Tensor, Terms]:
+    """Σ token losses / valid labels of these rows, 0 where there is no label, and each auxiliary term over its own
+    denominator; beside it, the terms."""
     device = next(model.parameters()).device
     rows = rows.to(device)
     indices = torch.arange(rows.tokens.shape[1], device=device)
     where = Where(rows.samples, indices, rows.positions, rows.documents, torch.tensor(key, device=device))
     _, terms = model(rows.tokens, where, rows.labels)
     loss: Tensor = terms["loss"] / terms["count"].clamp(min=1)
-    return loss
+    for name, count in denominators(model.spec, *rows.tokens.shape).items():
+        loss = loss + terms[name] / count
+    return loss, terms

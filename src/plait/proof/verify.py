@@ -14,7 +14,7 @@ from plait.models.init import draw
 from plait.parallel.launch import launch
 from plait.parallel.mesh import Mesh
 from plait.parallel.parallelize import parallelize
-from plait.parallel.weights import gather_whole, pieces_held
+from plait.parallel.weights import gather_buffers, gather_whole, pieces_held
 from plait.parallel.world import World, joined_world, run_here
 from plait.proof.compare import Verdict, compare
 from plait.proof.reference import Outcome, reference
@@ -94,11 +94,12 @@ def _split(world: World, run: RunSpec, mesh: Mesh, samples: Samples) -> Outcome:
         if number == 1:
             owned = pieces_held(parallel.placements, sharded=run.zero.stage > 0)
             outcome.gradients = gather_whole(parallel.states.gradients(), owned, mesh)
-        outcome.losses.append(sums.loss)
+        outcome.losses.append(sums.loss + sum(sums.auxiliary.values()))
         outcome.norms.append(sums.norm)
         step.update(sums)
     owned = pieces_held(parallel.placements, sharded=run.zero.stage == 3)
     outcome.weights = gather_whole(parallel.states.weights(), owned, mesh)
+    outcome.weights |= gather_buffers(parallel.buffers, parallel.placements, mesh)
     return outcome
 
 

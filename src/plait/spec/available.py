@@ -12,18 +12,9 @@ from typing import Any
 from plait.spec.errors import Violation
 from plait.spec.run import RunSpec
 
-
-def _above_one(value: Any, run: RunSpec) -> bool:
-    return bool(value > 1)
-
-
 # Key, whether its value in this run is one that is missing, a value that is there.
 NOT_YET: tuple[tuple[str, Callable[[Any, RunSpec], bool], str], ...] = (
     ("layout.mode", lambda value, run: value == "auto", "'manual'"),
-    ("layout.cp", _above_one, "1"),
-    ("layout.ep", _above_one, "1"),
-    ("layout.etp", _above_one, "1"),
-    ("layout.ulysses", _above_one, "1"),
     ("recompute.mode", lambda value, run: value != "none", "'none'"),
     ("train.resume", lambda value, run: value is not None, ""),
     ("checkpoint.every", lambda value, run: value > 0, "0"),

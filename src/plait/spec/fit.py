@@ -7,7 +7,7 @@ holds enough is the business of whoever reads it.
 
 from __future__ import annotations
 
-from math import gcd
+from math import gcd, lcm
 
 from plait.spec.available import unavailable
 from plait.spec.errors import InvalidRun, UsageError, Violation
@@ -111,6 +111,10 @@ def _split_violations(run: RunSpec) -> list[Violation]:
     if sequence % asked.cp:
         problem = f"cp {asked.cp} does not divide sequence {sequence}"
         found.append(Violation("layout.cp", problem, f"use {nearest_divisors(sequence, asked.cp)}"))
+    elif sequence % (unit := _context_unit(run)):
+        problem = f"zigzag order over cp {asked.cp} does not divide sequence {sequence} into {unit}"
+        fix = f"use batch.sequence {nearest_multiples(unit, sequence)}, or context_order = 'contiguous'"
+        found.append(Violation("layout.cp", problem, fix))
     if asked.sequence_parallel and sequence % (asked.cp * tp):
         problem = f"cp·tp {asked.cp * tp} does not divide sequence {sequence}"
         fix = f"use batch.sequence {nearest_multiples(asked.cp * tp, sequence)}, or false"
@@ -119,6 +123,13 @@ def _split_violations(run: RunSpec) -> list[Violation]:
         problem = f"tp·ulysses {tp * asked.ulysses} does not divide heads {model.heads}"
         found.append(Violation("layout.ulysses", problem, f"use {nearest_divisors(model.heads // tp, asked.ulysses)}"))
     return found
+
+
+def _context_unit(run: RunSpec) -> int:
+    """What a sequence must be a multiple of: zigzag order cuts two chunks for each ring rank."""
+    asked = run.layout
+    ring = asked.cp // asked.ulysses
+    return lcm(asked.cp, 2 * ring) if asked.context_order == "zigzag" and ring > 1 else asked.cp
 
 
 def _cut_over_tp(run: RunSpec) -> list[tuple[str, int]]:

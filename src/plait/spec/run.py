@@ -33,7 +33,9 @@ class LayoutSpec(Spec):
     cp: int = Field(1, ge=1)
     ep: int = Field(1, ge=1)
     etp: int = Field(1, ge=1)
-    ulysses: int = Field(1, ge=1)
+    ulysses: int = Field(1, ge=1)  # of the cp ranks, those that exchange tokens for heads; the rest form rings
+    context: Literal["ring", "gather"] = "ring"  # how a ring's keys and values come
+    context_order: Literal["zigzag", "contiguous"] = "zigzag"  # which tokens of a row a ring rank holds
     sequence_parallel: bool = False
     order: Texts = AXES
 

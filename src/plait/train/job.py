@@ -16,7 +16,7 @@ from plait.models.hf import load_weights
 from plait.models.sample import sample
 from plait.parallel import collectives as comm
 from plait.parallel.precision import DTYPES, Dtypes
-from plait.parallel.weights import gather_whole, pieces_held
+from plait.parallel.weights import gather_buffers, gather_whole, pieces_held
 from plait.parallel.world import World
 from plait.spec.run import RunSpec
 from plait.spec.units import format_bytes, format_count
@@ -112,6 +112,7 @@ def _sample(training: Training) -> str | None:
     run, mesh, data = training.run, training.mesh, training.data
     owned = pieces_held(training.parallel.placements, sharded=run.zero.stage == 3)
     whole = gather_whole(training.parallel.states.weights(), owned, mesh, all_copies=False)
+    whole |= gather_buffers(training.parallel.buffers, training.parallel.placements, mesh)
     if mesh.rank > 0:
         return None
     model = Decoder(run.model, mesh.device, DTYPES[run.precision.compute])

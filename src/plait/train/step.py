@@ -7,6 +7,8 @@ is a sum. `backward` leaves raw gradients (proofs read them there), `update` cli
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from plait.data import IGNORED, Batch
 from plait.models.dropout import step_key
+from plait.models.moe import denominators as auxiliary_denominators
 from plait.models.where import Where
 from plait.parallel import collectives as comm
 from plait.parallel.faults import strike
@@ -23,10 +26,12 @@ from plait.parallel.pipeline import Pipeline
 from plait.parallel.precision import LossScale
 from plait.parallel.stage import Denominators, Micro
 from plait.parallel.zero import local_norm_squared
+from plait.placement.tokens import context_runs, tokens_in
 from plait.schedule import Span
 from plait.schedule.of_run import schedules
 from plait.spec.errors import TrainingStopped
 from plait.spec.run import RunSpec
+from plait.train.experts import ExpertLoads, ExpertUse
 from plait.train.optimizer import make_optimizer
 from plait.train.rates import rate
 
@@ -34,13 +39,16 @@ from plait.train.rates import rate
 class Sums(NamedTuple):
     """What every rank knows after a step's backward: mean loss (nats/token), raw gradient norm, valid labels.
 
-    `norm` is that of the loss itself, whatever scale the gradients still have.
+    `norm` is that of all losses, whatever scale the gradients still have. `auxiliary` are the other losses, each over
+    its own denominator; `experts` says how those of each layer were used.
     """
 
     step: int
     loss: float
     norm: float
     labels: int
+    auxiliary: Mapping[str, float] = MappingProxyType({})
+    experts: Mapping[int, ExpertUse] = MappingProxyType({})
 
 
 class Step:
@@ -52,6 +60,9 @@ class Step:
         self.spans: list[Span] = []
         self.states, self.domain = parallel.states, mesh.group("dp_cp")
         self.pipeline = Pipeline(parallel.stages, mesh, parallel.states)
+        self.tokens = torch.tensor(tokens_in(context_runs(run, mesh.layout, mesh.at.cp)))
+        self.fixed = auxiliary_denominators(run.model, run.batch.global_size, run.batch.sequence)
+        self.loads = ExpertLoads(run, parallel.stages, mesh)
         self.schedule, self.evaluation = schedules(run, mesh.layout.dp)
         masters = parallel.states.masters()
         self.masters = [master for _, master in masters]
@@ -61,16 +72,24 @@ class Step:
     def backward(self, step: int, batch: Batch) -> Sums:
         """Raw gradients of this rank's rows of the global batch, summed over every group."""
         self.states.begin()
-        labels = (batch.labels != IGNORED).sum().to(self.mesh.device)
-        denominators = Denominators({"loss": labels}, self.domain, self.scale.value)
+        labels = (batch.labels[:, self.tokens] != IGNORED).sum().to(self.mesh.device)
+        denominators = Denominators({"loss": labels}, self.domain, self.scale.value, self.fixed)
         self._begin(step, batch, denominators)
         strike(self.mesh.rank, step, "forward")
         self.spans = self.pipeline.run(self.schedule)
         denominators.wait()
         strike(self.mesh.rank, step, "collective")
         self.states.finish()
-        norm_squared, loss, count = self._over_world(local_norm_squared(self.states.gradients()))
-        return Sums(step, loss / max(count, 1), math.sqrt(norm_squared) / self.scale.value, round(count))
+        self.loads.gather()
+        sums, uses = self._over_world(local_norm_squared(self.states.gradients()))
+        return Sums(
+            step,
+            sums["loss"] / max(sums["count"], 1),
+            math.sqrt(sums["norm"]) / self.scale.value,
+            round(sums["count"]),
+            {name: sums[name] / count for name, count in self.fixed.items()},
+            uses,
+        )
 
     def update(self, sums: Sums) -> float | None:
         """Clip and apply the gradients; the learning rate used, or None where the step is skipped on every rank.
@@ -92,6 +111,7 @@ class Step:
         strike(self.mesh.rank, sums.step, "update")
         self._apply(clip / self.scale.value)
         self.scale.succeeded()
+        self.loads.settle()
         return lr
 
     def _apply(self, factor: float) -> None:
@@ -119,25 +139,37 @@ class Step:
         """Sum of token losses (nats) and number of labels over the whole batch; leaves training as it was."""
         self._begin(0, batch, None)
         self.pipeline.run(self.evaluation)
-        _, loss, count = self._over_world(torch.zeros((), dtype=torch.float64, device=self.mesh.device))
-        return loss, round(count)
+        sums, _ = self._over_world(torch.zeros((), dtype=torch.float64, device=self.mesh.device))
+        return sums["loss"], round(sums["count"])
 
     def _begin(self, step: int, batch: Batch, denominators: Denominators | None) -> None:
         size, device = self.run.batch.micro_size, self.mesh.device
-        indices = torch.arange(batch.tokens.shape[1], device=device)
+        whole = batch.documents if self.mesh.layout.cp > 1 else None
+        batch = batch.columns(self.tokens)
+        indices = self.tokens.to(device)
         key = torch.tensor(step_key(self.run.train.seed, step), device=device)
-        rows = [batch.rows(start, start + size).to(device) for start in range(0, len(batch.samples), size)]
-        micros = [Micro(r.tokens, r.labels, Where(r.samples, indices, r.positions, r.documents, key)) for r in rows]
+        starts = range(0, len(batch.samples), size)
+        rows = [batch.rows(start, start + size).to(device) for start in starts]
+        documents = [None if whole is None else whole[start : start + size].to(device) for start in starts]
+        micros = [
+            Micro(r.tokens, r.labels, Where(r.samples, indices, r.positions, r.documents, key, row_documents))
+            for r, row_documents in zip(rows, documents, strict=True)
+        ]
         for stage in self.stages.values():
             stage.begin(micros, denominators)
 
-    def _over_world(self, norm_squared: Tensor) -> tuple[float, float, float]:
-        """(norm², loss, count) of the world in one reduction, read once. The tp ranks of a stage hold the same sums."""
-        shares = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
+    def _over_world(self, norm_squared: Tensor) -> tuple[dict[str, float], dict[int, ExpertUse]]:
+        """norm², loss, count and auxiliary losses of the world, and the use of experts: one reduction, read once."""
+        # The tp ranks of a stage hold the same token losses; each routes tokens of its own.
+        alike = {"loss": self.mesh.layout.tp, "count": self.mesh.layout.tp, **dict.fromkeys(self.fixed, 1)}
+        shares = torch.zeros(1 + len(alike), dtype=torch.float64, device=self.mesh.device)
         shares[0] = norm_squared
         for stage in self.stages.values():
-            for place, name in enumerate(("loss", "count"), start=1):
+            for place, (name, ranks) in enumerate(alike.items(), start=1):
                 if name in stage.totals:
-                    shares[place] += stage.totals[name].double() / self.mesh.layout.tp
-        norm, loss, count = comm.read(comm.sum_in_place(shares, self.mesh.group("world")).wait())
-        return norm, loss, count
+                    shares[place] += stage.totals[name].double() / ranks
+        shares = torch.cat((shares, self.loads.shares().flatten()))
+        found = comm.read(comm.sum_in_place(shares, self.mesh.group("world")).wait())
+        sums = dict(zip(("norm", *alike), found, strict=False))
+        rows = zip(*[iter(found[len(sums) :])] * len(ExpertUse._fields), strict=True)
+        return sums, {layer: ExpertUse(*row) for layer, row in zip(self.loads.layers, rows, strict=True)}
