@@ -129,3 +129,23 @@ def test_the_trainer_executes_the_list_that_is_drawn() -> None:
     from plait.train import step
 
     assert step.schedules is schedules
+
+
+def test_a_timeline_is_written_as_a_page_and_as_a_trace_without_torch(tmp_path: Path) -> None:
+    page, trace = tmp_path / "s.html", tmp_path / "s.json"
+    done = base_install(
+        "show", "schedule", "schedule.name=zb-v", "layout.pp=2", "--html", str(page), "--trace", str(trace)
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert page.read_text().startswith("<!doctype html>") and json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("what", "path", "message"),
+    [("layout", "s.html", "layout has no timeline"), ("schedule", "no/s.html", "cannot be")],
+)
+def test_a_page_that_cannot_be_is_refused(
+    what: str, path: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", what, "--html", str(tmp_path / path)]) == 2
+    assert message in capsys.readouterr().err

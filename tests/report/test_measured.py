@@ -7,6 +7,7 @@ import pytest
 
 from plait.report.measured import picture_run
 from plait.report.schedule import picture_schedule
+from plait.schedule import Action, Kind, Span
 from plait.spec.errors import UsageError
 from plait.spec.fit import fit
 from plait.spec.load import dump, load
@@ -73,3 +74,24 @@ def test_a_missing_rank_is_noticed(folder: Path) -> None:
     path.write_text("\n".join(line for line in path.read_text().splitlines() if '"rank": 1,' not in line))
     with pytest.raises(UsageError, match="needs every rank from 0"):
         picture_run(folder)
+
+
+def test_a_page_and_a_trace_put_the_plan_above_the_measurement(folder: Path) -> None:
+    picture = picture_run(folder)
+    html = picture.html()
+    assert 0 < html.index("planned with") < html.index("measured: ranks 0, 4 of the world")
+    events = picture.trace()["traceEvents"]
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert [processes[pid] for pid in sorted(processes)] == [
+        *("planned rank 0", "planned rank 1"),
+        *("measured rank 0", "measured rank 1"),
+    ]
+    boxes = [event for event in events if event["ph"] == "X"]
+    planned, measured = ([e["dur"] for e in boxes if e["tid"] == 0 and e["pid"] // 2 == side] for side in (0, 1))
+    assert planned == pytest.approx(measured)  # each action took ten times its plan, and so did the step
+
+
+def test_forward_and_backward_together_are_read_back_as_they_were_written() -> None:
+    together = Action.together(Action(Kind.F, 0, 5), Action(Kind.BW, 3, 1))
+    span = Span(together, 1.0, 2.5)
+    assert Span.from_row(json.loads(json.dumps(span.row()))) == span

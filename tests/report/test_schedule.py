@@ -6,6 +6,7 @@ from plait.report.schedule import SchedulePicture, picture_schedule
 from plait.schedule.of_run import schedules
 from plait.spec.fit import fit
 from plait.spec.load import load
+from plait.spec.pipeline import SHAPES
 
 
 def pictured(*overrides: str) -> SchedulePicture:
@@ -47,3 +48,20 @@ def test_an_evaluation_runs_the_same_forwards_and_nothing_else() -> None:
     assert not evaluation.trains
     for trained, evaluated in zip(training.programs, evaluation.programs, strict=True):
         assert [a for a in trained if a.kind == "F"] == [a for a in evaluated if a.kind not in ("SEND", "RECV")]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_schedule_is_drawn_as_text_as_a_page_and_as_a_trace(name: str) -> None:
+    picture = pictured(f"schedule.name={name}", "layout.pp=2", "batch.global_size=20")
+    assert picture.text(160).startswith(f"{name}: 2 pipeline ranks")
+    spans = [span for rank in picture.timeline.compute for span in rank]
+    html = picture.html()
+    assert html.count("<rect") == len(spans) == html.count("<title>") - 1  # each box says what it is, and the page too
+    assert "http" not in html and "<script" not in html
+    events = [event for event in picture.trace()["traceEvents"] if event["ph"] == "X" and event["tid"] == 0]
+    assert sorted((e["ts"], e["dur"]) for e in events) == sorted((1e3 * s.start, 1e3 * s.seconds) for s in spans)
+
+
+def test_what_waits_for_its_weight_gradient_is_shown_where_there_is_any() -> None:
+    assert "from B to W, by rank: 1 2 3 4" in pictured("layout.pp=4", "schedule.name=zb-h1").text(100)
+    assert "from B to W" not in pictured("layout.pp=4").text(100)

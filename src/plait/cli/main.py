@@ -25,7 +25,7 @@ COMMANDS = {
 }
 # What this version does not have yet; a row goes when its mechanism comes.
 LATER_COMMANDS = ("measure", "convert")
-LATER_FLAGS = {"train": ("--from", "--restarts"), "show": ("--html", "--trace")}
+LATER_FLAGS = {"train": ("--from", "--restarts")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

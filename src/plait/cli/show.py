@@ -40,13 +40,35 @@ def show(
         typer.Option(min=1, metavar="N", help="Ranks; default: the product of the axes.", show_default=False),
     ] = None,
     as_json: Json = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a timeline as a self-contained page.", show_default=False)
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a timeline for Perfetto or chrome://tracing.", show_default=False),
+    ] = None,
 ) -> None:
     """Show who holds what (layout), the pipeline's timeline (schedule), or the bytes of each rank (memory).
 
     Of a run's directory: the planned timeline, and below it the measured one.
     """
     picture = _planned(what, words, world) if what in PICTURES else _measured(what, words, world)
+    for path, kind in ((html, "html"), (trace, "trace")):
+        if path is not None:
+            _write(picture, path, kind, what)
     print(json.dumps(picture.as_dict()) if as_json else picture.text(shutil.get_terminal_size((WIDTH, 0)).columns))
+
+
+def _write(picture: Picture, path: Path, kind: str, what: str) -> None:
+    if not hasattr(picture, kind):
+        raise UsageError(f"--{kind}: {what} has no timeline", f"plait show schedule --{kind} {path}, or RUN_DIR")
+    content = getattr(picture, kind)()
+    try:
+        path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"--{kind} {path}: cannot be written: {error}", "name a file in a folder that is there"
+        ) from error
 
 
 def _planned(what: str, words: Sequence[str] | None, world: int | None) -> Picture:

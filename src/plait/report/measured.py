@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plait.report.page import Panel, page
 from plait.report.schedule import SchedulePicture, picture_schedule, timeline_dict
 from plait.report.table import numbers
-from plait.schedule import Action, Kind, Span, Timeline, draw
+from plait.schedule import Span, Timeline, draw
+from plait.schedule.trace import trace
 from plait.spec.errors import UsageError
 from plait.spec.fit import fit
 from plait.spec.load import load
@@ -31,9 +33,26 @@ class RunPicture:
         measured = {"world_ranks": list(self.ranks), **timeline_dict(self.measured)}
         return {"planned": self.planned.as_dict(), "measured": measured}
 
+    def html(self) -> str:
+        """A self-contained page: the plan above the measurement."""
+        planned, measured = self.planned.panel(), Panel(f"measured: {self._ranks}", self.measured, "s")
+        return page(self.planned.title, (planned, measured))
+
+    def trace(self) -> dict[str, Any]:
+        """For Perfetto: measured seconds, and above them the plan with a unit as long as it came to be."""
+        unit = self.measured.step / self.planned.timeline.step if self.planned.timeline.step else 1.0
+        both = trace({"planned": self.planned.timeline}, unit * 1e6), trace({"measured": self.measured})
+        ranks = self.planned.timeline.ranks
+        later = [event | {"pid": event["pid"] + ranks} for event in both[1]["traceEvents"]]
+        return both[0] | {"traceEvents": [*both[0]["traceEvents"], *later]}
+
+    @property
+    def _ranks(self) -> str:
+        return f"rank{'s' * (len(self.ranks) > 1)} {numbers(self.ranks)} of the world"
+
     def text(self, width: int) -> str:
         """The plan, and below it the measurement."""
-        heading = f"measured in the last step: rank{'s' * (len(self.ranks) > 1)} {numbers(self.ranks)} of the world"
+        heading = f"measured in the last step: {self._ranks}"
         return "\n".join([self.planned.text(width), "", heading, draw(self.measured, width, "s")])
 
 
@@ -64,8 +83,7 @@ def read_spans(path: Path) -> list[list[Span]]:
 def _read_span(line: str, where: str) -> tuple[int, Span]:
     try:
         row = json.loads(line)
-        action = Action(Kind(row["kind"]), int(row["stage"]), int(row["micro"]))
-        return int(row["rank"]), Span(action, float(row["start"]), float(row["end"]))
+        return int(row["rank"]), Span.from_row(row)
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{where}: not a span: {error!r}", "each line has rank, kind, stage, micro, start, end"

@@ -9,13 +9,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from plait.report.page import Panel, page
 from plait.report.table import elide
 from plait.schedule import Costs, Schedule, Span, Timeline, draw, live, simulate
 from plait.schedule.of_run import schedules
+from plait.schedule.trace import trace
 from plait.spec.layout import Layout
 from plait.spec.run import RunSpec
 
 FORWARD, BACKWARD = 1.0, 2.0  # units of the planned timeline; transfers are free
+PLANNED = f"planned with F {FORWARD:g}, BW {BACKWARD:g} units, transfers free"
 SHOWN_RANKS = 16
 
 
@@ -25,7 +28,8 @@ class SchedulePicture:
 
     schedule: Schedule
     timeline: Timeline
-    peak_live: tuple[int, ...]  # micro-batches that each pipeline rank holds from F to BW at its peak
+    peak_live: tuple[int, ...]  # stage inputs that each pipeline rank holds from F to its backward at its peak
+    peak_late: tuple[int, ...]  # the same from B to W
     sizes: str
 
     def as_dict(self) -> dict[str, Any]:
@@ -37,19 +41,33 @@ class SchedulePicture:
             "costs": {"F": FORWARD, "BW": BACKWARD, "transfer": 0.0},
             **timeline_dict(self.timeline),
             "peak_live": list(self.peak_live),
+            "peak_late": list(self.peak_late),
         }
+
+    @property
+    def title(self) -> str:
+        """What is pictured, in one line."""
+        return f"{self.schedule.name}: {self.sizes}"
 
     def text(self, width: int) -> str:
         """One line per pipeline rank, the bubble, and the peaks."""
-        peaks = " ".join(elide([str(peak) for peak in self.peak_live], SHOWN_RANKS))
-        return "\n".join(
-            [
-                f"{self.schedule.name}: {self.sizes}",
-                f"planned with F {FORWARD:g}, BW {BACKWARD:g} units, transfers free",
-                draw(self.timeline, width, "units"),
-                f"peak live micro-batches, from F to its backward, by rank: {peaks}",
-            ]
-        )
+        what = "stage inputs" if self.schedule.stages > self.schedule.ranks else "micro-batches"
+        lines = [f"peak live {what}, from F to its backward, by rank: {_row(self.peak_live)}"]
+        if any(self.peak_late):
+            lines.append(f"peak live {what}, from B to W, by rank: {_row(self.peak_late)}")
+        return "\n".join([self.title, PLANNED, draw(self.timeline, width, "units"), *lines])
+
+    def panel(self) -> Panel:
+        """The planned timeline for a page."""
+        return Panel(PLANNED, self.timeline, "units")
+
+    def html(self) -> str:
+        """A self-contained page."""
+        return page(self.title, (self.panel(),))
+
+    def trace(self) -> dict[str, Any]:
+        """For Perfetto: a unit is drawn as a millisecond."""
+        return trace({"planned": self.timeline}, microseconds=1e3)
 
 
 def picture_schedule(run: RunSpec, layout: Layout) -> SchedulePicture:
@@ -57,8 +75,13 @@ def picture_schedule(run: RunSpec, layout: Layout) -> SchedulePicture:
     schedule, _ = schedules(run, layout.dp)
     half = BACKWARD / 2  # B and W, wherever a schedule splits them
     timeline = simulate(schedule, Costs.equal(schedule.stages, FORWARD, half, half))
-    peaks = tuple(rank.forward for rank in live(schedule))
-    return SchedulePicture(schedule, timeline, peaks, _sizes(run, layout, schedule))
+    held = live(schedule)
+    peaks, late = tuple(rank.forward for rank in held), tuple(rank.weight for rank in held)
+    return SchedulePicture(schedule, timeline, peaks, late, _sizes(run, layout, schedule))
+
+
+def _row(peaks: tuple[int, ...]) -> str:
+    return " ".join(elide([str(peak) for peak in peaks], SHOWN_RANKS))
 
 
 def _sizes(run: RunSpec, layout: Layout, schedule: Schedule) -> str:

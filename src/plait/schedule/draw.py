@@ -56,12 +56,13 @@ def _line(timeline: Timeline, rank: int, scale: float) -> str:
 def _cell(action: Action, width: int, several: bool) -> str:
     """The fullest label that fits; a cut micro-batch number would be another number, so it is left out whole."""
     kind = str(action.kind)
-    micro = _label(action, several)
-    label = next((text for text in (micro, kind, kind[0]) if len(text) <= width), "")
-    return label.ljust(width, FILL[action.kind])
+    micro = label(action, several)
+    fits = next((text for text in (micro, kind, kind[0]) if len(text) <= width), "")
+    return fits.ljust(width, FILL[action.kind])
 
 
-def _label(action: Action, several: bool) -> str:
+def label(action: Action, several: bool) -> str:
+    """Kind and micro-batch, and with `several` stages the stage: F3, BW3/1, F4B1 for both at once."""
     if action.kind is Kind.FB:
         return "F{}B{}".format(*(f"{p.micro}/{p.stage}" if several else p.micro for p in action.parts))
     return f"{action.kind}{action.micro}" + (f"/{action.stage}" if several else "")

@@ -6,12 +6,12 @@ Times are seconds on one clock; nothing here knows where they come from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from plait.schedule.actions import COMPUTE, Action
+from plait.schedule.actions import COMPUTE, Action, Kind
 
 
 class Span(NamedTuple):
@@ -24,6 +24,23 @@ class Span(NamedTuple):
     @property
     def seconds(self) -> float:
         return self.end - self.start
+
+    def row(self) -> dict[str, Any]:
+        """For JSON; `from_row` reads it again. What runs along with a forward stands in its `backward`."""
+        action = self.action
+        row = {"kind": str(action.kind), "stage": action.stage, "micro": action.micro}
+        if action.backward is not None:
+            row["backward"] = {"stage": action.backward.stage, "micro": action.backward.micro}
+        return row | {"start": self.start, "end": self.end}
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Span:
+        """Raises ValueError, KeyError or TypeError where the row is none."""
+        action = Action(Kind(row["kind"]), int(row["stage"]), int(row["micro"]))
+        if action.kind is Kind.FB:
+            other = row["backward"]
+            action = Action.together(action, Action(Kind.BW, int(other["stage"]), int(other["micro"])))
+        return cls(action, float(row["start"]), float(row["end"]))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from plait.parallel import collectives as comm
 from plait.parallel.precision import DTYPES, Dtypes
 from plait.parallel.weights import gather_buffers, gather_whole, pieces_held
 from plait.parallel.world import World
+from plait.schedule import Span, Timeline
+from plait.schedule.trace import trace
 from plait.spec.run import RunSpec
 from plait.spec.units import format_bytes, format_count
 from plait.train.loop import Training, prepare, train_steps
@@ -70,17 +72,19 @@ def _opening(training: Training) -> list[str]:
 
 
 def _record_spans(training: Training, folder: Path | None) -> None:
-    """spans.jsonl: the last step's actions of every rank; one clock on one machine, each node its own beyond."""
+    """spans.jsonl, and trace.json for Perfetto: the last step's actions of every rank.
+
+    One clock on one machine; each node has its own beyond.
+    """
     mesh = training.mesh
-    mine = [
-        {"kind": s.action.kind, "stage": s.action.stage, "micro": s.action.micro, "start": s.start, "end": s.end}
-        for s in training.step.spans
-    ]
+    mine = [span.row() for span in training.step.spans]
     everyone = comm.gather_bytes(json.dumps(mine).encode(), mesh.group("world"))
     if folder is None or mesh.rank > 0:
         return
     rows = [{"rank": rank, **span} for rank, content in enumerate(everyone) for span in json.loads(content)]
     (folder / "spans.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    measured = Timeline.of([Span.from_row(span) for span in json.loads(content)] for content in everyone)
+    (folder / "trace.json").write_text(json.dumps(trace({"measured": measured})), encoding="utf-8")
 
 
 def _summary(training: Training, history: list[Metrics], folder: Path | None) -> Summary | None:
