@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.floor import Pipes, floor
-from benchmarks.peers import DataParallel, Pipelining, PipeliningFloor, PlainFloor, PlainLoop, PlainShard
+from benchmarks.peers import SCHEDULES, DataParallel, Pipelining, PipeliningFloor, PlainFloor, PlainLoop, PlainShard
 from benchmarks.plait_side import plait
 from benchmarks.tensor_peer import TensorParallel
 from benchmarks.work import Side, Size
@@ -111,7 +111,7 @@ CONTESTS: Mapping[str, tuple[list[Callable[[int], Contest]], tuple[int, ...]]] =
     "one": ([lambda ranks: one_process()], (1,)),
     "dp": ([data_parallel], (2, 4)),
     "tp": ([tensor_parallel], (2, 4)),
-    "pp": ([pipeline("1f1b"), pipeline("gpipe")], (2,)),
+    "pp": ([pipeline(schedule) for schedule in SCHEDULES], (2,)),
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -15,7 +16,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, schedules
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    ScheduleDualPipeV,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.floor import Arrival, Pipes
@@ -24,6 +32,8 @@ from plait.data import rows_of
 from plait.models.decoder import Decoder, Head, PassThrough, logical_tensors
 from plait.parallel.launch import World
 from plait.placement.cuts import piece
+from plait.spec.pipeline import stage_owners
+from plait.spec.run import ScheduleSpec
 
 
 class MeanLoss(nn.Module):
@@ -110,23 +120,40 @@ class PipelineModule(nn.Module):
         return y
 
 
-SCHEDULES: Mapping[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+# plait's name of a schedule -> the peer's. Both place stages alike: round the ranks, or in a V.
+SCHEDULES: Mapping[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
+    "1f1b": Schedule1F1B,
+    "gpipe": ScheduleGPipe,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zb-h1": ScheduleInterleavedZeroBubble,
+    "zb-v": ScheduleZBVZeroBubble,
+    "dualpipe-v": ScheduleDualPipeV,
+}
 
 
 class Pipelining:
-    """torch.distributed.pipelining over the same stages as plait's, one per rank.
+    """torch.distributed.pipelining over the same stages as plait's.
 
     The mean loss of each micro-batch, gradients scaled by their number (`scale_grads`): equal micro-batches make it the
     mean of the batch. Outputs are not returned, which spares the last stage from joining all logits.
     """
 
     def __init__(self, size: Size, world: World, schedule: str, micro_batches: int) -> None:
-        self.batch, self.first, self.last = size.batch(), world.rank == 0, world.rank == world.size - 1
-        self.model = cut(decoder(size), world.rank, world.size)
-        module = PipelineModule(self.model, size.rows // micro_batches, size.sequence)
-        stage = PipelineStage(module, world.rank, world.size, world.device)
-        self.schedule = SCHEDULES[schedule](stage, micro_batches, loss_fn=token_mean)
-        self.optimizer = adamw(self.model.parameters())
+        owner = stage_owners(ScheduleSpec(name=schedule), world.size)
+        held = [stage for stage, rank in enumerate(owner) if rank == world.rank]
+        self.batch, self.first, self.last = size.batch(), 0 in held, len(owner) - 1 in held
+        self.models = [cut(decoder(size), stage, len(owner)) for stage in held]
+        rows = size.rows // micro_batches
+        stages = [
+            PipelineStage(PipelineModule(model, rows, size.sequence), index, len(owner), world.device)
+            for index, model in zip(held, self.models, strict=True)
+        ]
+        made = SCHEDULES[schedule]
+        if issubclass(made, PipelineScheduleMulti):
+            self.schedule: Any = made(stages, micro_batches, loss_fn=token_mean)  # type: ignore[arg-type]
+        else:
+            self.schedule = made(stages[0], micro_batches, loss_fn=token_mean)
+        self.optimizer = adamw(p for model in self.models for p in model.parameters())
 
     def backward(self) -> None:
         self.optimizer.zero_grad()
@@ -138,7 +165,7 @@ class Pipelining:
         self.optimizer.step()
 
     def gradients(self) -> dict[str, Tensor]:
-        return collected(named_gradients(self.model))
+        return collected({name: g for model in self.models for name, g in named_gradients(model).items()})
 
 
 class PipeliningFloor(Pipelining):

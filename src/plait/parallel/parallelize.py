@@ -22,7 +22,7 @@ from plait.parallel.stage import DecoderStage, Signature
 from plait.parallel.tensor import Sharding, split_tensors
 from plait.parallel.weights import Weights, fill_buffers, materialise
 from plait.parallel.zero import States, gather_by_unit
-from plait.placement import Placement, StageMap, place, stage_map
+from plait.placement import Placement, StageMap, place, stages_of
 from plait.placement.cuts import Rectangle
 from plait.placement.place import homes
 from plait.spec.pipeline import splits_backward
@@ -43,7 +43,7 @@ class Parallel:
 def parallelize(model: Decoder, mesh: Mesh, run: RunSpec, weights: Weights | None = None) -> Parallel:
     """This rank's part of `model`, which is on meta and used up. `weights` gives first values, by default by seed."""
     weights = weights or (lambda tensor, rectangle: draw(tensor, run.model, run.train.seed, rectangle))
-    stages = stage_map(run.model, mesh.layout, run.schedule.chunks)
+    stages = stages_of(run, mesh.layout)
     placements = place(run.model, mesh.layout, run.zero, stages)
     parts = {index: _cut(model, stages, index) for index in stages.owned_by(mesh.at.pp)}
 
