@@ -21,10 +21,11 @@ COMMANDS = {
     "train": "Train a model on any split: local processes, or the job that torchrun started.",
     "verify": "Prove that a split computes what one device computes.",
     "plan": "Plan a run: which split fits, how fast, and how sure; no torch needed.",
+    "measure": "Measure the machine at hand, as a cluster file for plait plan.",
     "show": "Show who holds what, the pipeline's timeline, or where the memory goes.",
 }
 # What this version does not have yet; a row goes when its mechanism comes.
-LATER_COMMANDS = ("measure", "convert")
+LATER_COMMANDS = ("convert",)
 LATER_FLAGS = {"train": ("--from", "--restarts")}
 
 

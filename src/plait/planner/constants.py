@@ -50,7 +50,6 @@ SHARED: Mapping[str, Belief] = {
     "blocks": Belief(1.50, 0.30, "the same with a scale per block (MXFP8, NVFP4)"),
     "kernel": Belief(3e-6, 0.40, "seconds of a kernel's start that nothing hides"),
     "graphs": Belief(0.40, 0.40, "of the starts and waits that are left where graphs start the kernels"),
-    "each": Belief(5e-5, 0.60, "seconds of one expert's pass beside its products"),
     "routing": Belief(
         1e-3, 0.60, "seconds of one pass through a layer of experts that is neither product nor exchange"
     ),
@@ -58,6 +57,7 @@ SHARED: Mapping[str, Belief] = {
     "network": Belief(0.70, 0.20, "of the links between nodes"),
     "tensor": Belief(0.50, 0.40, "visible part of tensor-parallel traffic where it runs in pieces beside products"),
     "exchange": Belief(0.80, 0.40, "visible part of expert exchange"),
+    "hidden": Belief(0.60, 0.30, "of the visible exchange that is left where it runs beside other micro-batches"),
     "stages": Belief(0.50, 0.50, "visible part of messages between stages where they overlap"),
     "leak": Belief(0.20, 0.50, "part of hidden traffic that slows what hides it"),
     "jitter": Belief(0.006, 0.50, "of a step, for each doubling of the ranks beyond eight"),
@@ -110,6 +110,7 @@ def recipe(ground: Ground, job: Job, blocks: bool = False) -> Recipe:
     first = ("flash1",) if stack.attention == "flash-1" else ()
     attention = (f"{family}.attention", *first, *older)
     inside = job.world <= ground.cluster.domain
+    graphs = ("graphs",) if family in stack.graphs else ()
     return {
         "gemm": (f"{family}.{narrow}",),
         "wide": (f"{family}.gemm16",),
@@ -118,13 +119,12 @@ def recipe(ground: Ground, job: Job, blocks: bool = False) -> Recipe:
         "memory": ("memory",),
         "operands": ("operands",),
         "quantise": ("quantise", "blocks") if blocks else ("quantise",),
-        "kernel": ("kernel", "graphs") if stack.graphs else ("kernel",),
-        "routing": ("routing", "graphs") if stack.graphs else ("routing",),
-        "each": ("each", "graphs") if stack.graphs else ("each",),
+        "kernel": ("kernel", *graphs),
+        "routing": ("routing", *graphs),
         "fast": ("fast",),
         "network": ("fast",) if inside else ("network",),
         "tp": ("tensor",) if stack.overlap_tp and job.sequence_parallel else (),
-        "ep": ("exchange",),
+        "ep": ("exchange", "hidden") if stack.overlap_ep else ("exchange",),
         "pp": ("stages",) if stack.overlap_pp else (),
         "leak": ("leak",),
         "jitter": ("jitter",),
@@ -137,10 +137,12 @@ def fixed(ground: Ground, job: Job) -> dict[str, float]:
     measured = ground.cluster.measured
     own = {
         "gemm": measured.gemm.get(job.compute),
-        "wide": measured.gemm.get("bfloat16"),
+        "wide": measured.gemm.get(job.compute if job.width >= 4 else "bfloat16"),
         "attention": measured.attention,
         "memory": measured.memory,
         "kernel": measured.kernel,
+        "fast": measured.link,
+        "network": measured.link,
         "dp": float(ground.stack.overlap_dp),
     }
     return {name: number for name, number in own.items() if number is not None}

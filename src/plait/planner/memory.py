@@ -152,6 +152,7 @@ def states(job: Job, stack: Stack, elements: tuple[int, int]) -> tuple[float, fl
             dense, experts = -(-dense // job.shards), -(-experts // min(job.expert_copies, job.shards))
         found.append(size * (dense + experts))
     found[0] += copies * sum(elements) * (job.zero < 3)
+    found[0] *= not (stack.weight_is_master and job.zero == 3 and job.width < 4)
     return found[0], found[1], found[2], found[3]
 
 

@@ -27,7 +27,6 @@ class Rates(NamedTuple):
     quantise: Numbers  # cost of narrowing relative to its traffic
     kernel: Numbers  # seconds of one kernel's start
     routing: Numbers  # seconds of one layer of experts beside its products and exchanges
-    each: Numbers  # seconds of one expert beside its products
     fast: Numbers  # of the links inside a domain
     network: Numbers  # of the links between nodes
     tp: Numbers  # visible part of tensor-parallel collectives
@@ -74,7 +73,7 @@ def passes(counts: np.ndarray, rates: Rates) -> np.ndarray:
             at["expert"] / (r.gemm * r.expert),
             attention,
             (at["traffic"] + r.quantise * at["quantise"]) / r.memory,
-            at["kernels"] * r.kernel + at["routing"] * r.routing + at["each"] * r.each,
+            at["kernels"] * r.kernel + at["routing"] * r.routing,
             r.tp * (at["tp"] / r.fast + at["tp_start"]),
             np.maximum(0.0, at["cp"] / r.fast - attention) + r.leak * np.minimum(at["cp"] / r.fast, attention),
             r.ep * at["ep"] / r.network,

@@ -36,18 +36,23 @@ class Stack(Spec):
     overlap_tp: bool = False  # tensor-parallel collectives in pieces beside their products
     overlap_ep: bool = False
     once_per_node: bool = False  # a token travels once to a node, however many of its experts are there
-    graphs: bool = False  # kernels are started by recorded graphs, and the host waits for no counts
+    expert_passes: float = 5.0  # times that a dispatched token is read or written beside the experts' products
+    graphs: Names = ()  # device families on which recorded graphs start the kernels and the host waits for no counts
     overlap_pp: bool = True
+    scatter_messages: bool = True  # between stages each tensor-parallel rank sends its part only
+    accumulate_bytes: float = 0.0  # per weight and micro-batch, of adding its gradient up in a pass of its own
     sequence_parallel: bool = True  # where tp > 1 and nothing is said
     layers_per_chunk: int = 0  # interleaved stages of about so many layers where nothing is said; 0: not interleaved
     recompute: Literal["none", "selective", "full"] = "none"  # where nothing is said
     least_recompute: bool = False  # or else the least that fits
+    recompute_blocks: bool = False  # and of full recompute only as many blocks as must be
     schedules: Names = ("1f1b", "interleaved")
     orders: Names = ("pp dp cp tp",)
     refuses: Names = ()  # what it cannot do: names of Refusal in search.py
     logit_bytes: float = 8.0  # per logit at the peak: the values, their float32 copy, their gradient
     wgrad_bytes: float = 4.0  # of a block's largest weight gradient before it is added to the buffer
-    fp8_copies: float = 1.0  # further bytes of a weight that is kept in 8 bits too
+    fp8_copies: float = 0.0  # further bytes of a weight that is kept in 8 bits too
+    weight_is_master: bool = False  # under ZeRO 3 the shard is the float32 master; 16 bits exist gathered only
     context: float = 1.5e9  # bytes of the driver's context and of the communicators
     fragments: float = 0.06  # of what is allocated, reserved beyond it
 

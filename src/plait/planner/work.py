@@ -16,7 +16,7 @@ from plait.planner.ground import Ground
 from plait.planner.job import Job
 from plait.planner.memory import parts_recomputed, stage_kinds
 from plait.planner.network import exchange, wires
-from plait.planner.shape import Block, Shape
+from plait.planner.shape import Block, Shape, Split
 from plait.schedule import GENERATORS, PassSeconds, Size
 from plait.spec.flops import flops_per_token
 from plait.spec.pipeline import SHAPES, owners
@@ -31,7 +31,6 @@ COLUMNS = (
     "quantise",  # reading and writing of what is made narrower
     "kernels",  # starts of kernels, a number
     "routing",  # layers of experts passed, a number: choice, permutation, and the counts that the host waits for
-    "each",  # experts passed on this rank, a number
     "tp",  # tensor-parallel collectives on their wires
     "tp_start",  # and the waits of their messages
     "cp",
@@ -67,7 +66,7 @@ def work(ground: Ground, job: Job) -> Work:
     shape = ground.shape
     fullest, ends = position_kinds(shape, owners(job.pp, job.chunks, SHAPES[job.schedule].folded))
     how = _how(shape, job)
-    blocks = [_block_counts(ground, block, how) for block in shape.kinds]
+    blocks = _blocks(ground, job, how)
     head = _head_counts(ground, how)
     entry = _entry_counts(ground, how)
     stage = _sum(fullest, blocks) + (entry if job.pp == 1 else 0.0)
@@ -96,7 +95,7 @@ def position_kinds(shape: Shape, place: tuple[int, ...]) -> tuple[tuple[int, ...
 def position_counts(ground: Ground, job: Job) -> np.ndarray:
     """(stages, 2, columns): forward and backward counts of one micro-batch on each stage, chunks one by one."""
     shape, how = ground.shape, _how(ground.shape, job)
-    blocks = [_block_counts(ground, block, how) for block in shape.kinds]
+    blocks = _blocks(ground, job, how)
     stages = job.pp * job.chunks
     found = np.stack(
         [_sum(shape.count(range(*piece(len(shape.layers), stages, stage))), blocks) for stage in range(stages)]
@@ -139,6 +138,17 @@ class How(NamedTuple):
     cp_stride: int
 
 
+def _blocks(ground: Ground, job: Job, how: How) -> list[np.ndarray]:
+    """Counts of each kind of block; where only some blocks of a position are recomputed, the mean of both."""
+    again = [_block_counts(ground, block, how) for block in ground.shape.kinds]
+    each = len(ground.shape.layers) / job.pp
+    if "block" not in how.recomputed or not 0 <= job.recompute_layers < each:
+        return again
+    share = job.recompute_layers / each
+    kept = [_block_counts(ground, block, how._replace(recomputed=())) for block in ground.shape.kinds]
+    return [share * some + (1 - share) * other for some, other in zip(again, kept, strict=True)]
+
+
 def _how(shape: Shape, job: Job) -> How:
     return How(
         job.tokens, job.sequence, job.tp, job.cp, job.ep, job.etp, job.split(shape).kv, job.sequence_parallel,
@@ -157,11 +167,13 @@ def _sum(kinds: tuple[int, ...], blocks: list[np.ndarray]) -> np.ndarray:
 def _block_counts(ground: Ground, block: Block, how: How) -> np.ndarray:
     """(forward, backward) counts of one block and micro-batch on one rank."""
     forward, backward = np.zeros(len(COLUMNS)), np.zeros(len(COLUMNS))
-    shape, stack = ground.shape, ground.stack
+    stack = ground.stack
     _products(forward, backward, ground, block, how)
     inside = _attention(ground, how)
     forward += inside
     backward += inside * (2.0 if stack.attention == "unfused" else 2.5)
+    added = sum(block.elements(Split(how.tp, how.kv, how.ep, how.etp))) * stack.accumulate_bytes
+    backward[INDEX["traffic"]] += added / ground.cluster.device.bandwidth
     passing = _traffic(ground, block, how) / ground.cluster.device.bandwidth
     forward[INDEX["traffic"]] += passing
     backward[INDEX["traffic"]] += 2 * passing
@@ -170,9 +182,6 @@ def _block_counts(ground: Ground, block: Block, how: How) -> np.ndarray:
     backward[INDEX["kernels"]] += 2 * kernels
     forward[INDEX["routing"]] += block.has_experts
     backward[INDEX["routing"]] += block.has_experts
-    if block.has_experts and shape.spec.moe is not None:
-        forward[INDEX["each"]] += shape.spec.moe.count / how.ep
-        backward[INDEX["each"]] += 2 * shape.spec.moe.count / how.ep
     _collectives(forward, backward, ground, block, how)
     if "block" in how.recomputed:
         backward += forward
@@ -203,7 +212,7 @@ def _products(forward: np.ndarray, backward: np.ndarray, ground: Ground, block: 
             out /= how.tp
         elif how.sequence_parallel:
             tokens /= how.tp
-        seconds = 2 * tokens * out * inner / peak
+        seconds = 2 * tokens * tiled(out) * tiled(inner) / peak
         column = INDEX["expert"] if matrix.expert else INDEX["wide" if matrix.role == "router" else "gemm"]
         forward[column] += seconds
         backward[column] += 2 * seconds
@@ -214,6 +223,15 @@ def _products(forward: np.ndarray, backward: np.ndarray, ground: Ground, block: 
             made = tokens * inner + experts * out * inner
             forward[INDEX["quantise"]] += 4 * made / device.bandwidth
             backward[INDEX["quantise"]] += 4 * tokens * out / device.bandwidth
+
+
+TILE = 64  # rows or columns that a product's kernel computes at once, at the least
+HEAD_TILE = 32  # channels of a head
+
+
+def tiled(size: float, tile: int = TILE) -> float:
+    """A dim as a kernel computes it, padded to whole tiles."""
+    return -(-size // tile) * tile
 
 
 def _width(compute: str) -> float:
@@ -234,7 +252,8 @@ def _attention(ground: Ground, how: How) -> np.ndarray:
     wide = how.compute if how.compute in ("float32", "float64", "float16") else "bfloat16"
     keys = attended(shape, how.sequence) if stack.attention != "unfused" else float(how.sequence)
     pairs = how.tokens * keys * spec.heads / how.tp
-    found[INDEX["attention"]] = 2 * pairs * (spec.head_dim + spec.value_dim) / device.peak(wide)
+    channels = tiled(spec.head_dim, HEAD_TILE) + tiled(spec.value_dim, HEAD_TILE)
+    found[INDEX["attention"]] = 2 * pairs * channels / device.peak(wide)
     if stack.attention == "unfused":  # scores are written, masked and normalised, perhaps dropped, and read
         found[INDEX["traffic"]] = 6 * 2 * pairs / device.bandwidth
     return found
@@ -254,7 +273,7 @@ def _traffic(ground: Ground, block: Block, how: How) -> float:
     if block.has_experts and spec.moe is not None:
         moe = spec.moe
         gated = 2 if shape.gated else 1
-        experts = moe.top_k / how.tp * (passes * moe.ffn * (gated + 1) + 5 * spec.hidden)
+        experts = moe.top_k / how.tp * (passes * moe.ffn * (gated + 1) + stack.expert_passes * spec.hidden)
     return how.tokens * width * (hidden + rotary + activation + experts)
 
 
@@ -290,7 +309,7 @@ def _head_counts(ground: Ground, how: How) -> np.ndarray:
     spec, device, stack = ground.shape.spec, ground.cluster.device, ground.stack
     wide = how.compute if how.compute in ("float32", "float64", "float16") else "bfloat16"
     found = np.zeros((2, len(COLUMNS)))
-    seconds = 2 * how.tokens * spec.hidden * spec.vocab / how.tp / device.peak(wide)
+    seconds = 2 * how.tokens * tiled(spec.hidden) * tiled(spec.vocab / how.tp) / device.peak(wide)
     found[:, INDEX["wide"]] = seconds, 2 * seconds
     moved = (
         (how.tokens * (spec.hidden + spec.vocab / how.tp) + spec.hidden * spec.vocab / how.tp) * 2 / device.bandwidth
@@ -323,7 +342,8 @@ def _entry_counts(ground: Ground, how: How) -> np.ndarray:
 def _message(ground: Ground, job: Job) -> float:
     """Seconds of one activation between neighbouring stages, cut over tp as both sides hold it or can gather it."""
     link = ground.cluster.link(2, job.stride("pp"))
-    return job.width * job.tokens * ground.shape.spec.hidden / job.tp / link.bandwidth + link.latency
+    parts = job.tp if ground.stack.scatter_messages else 1
+    return job.width * job.tokens * ground.shape.spec.hidden / parts / link.bandwidth + link.latency
 
 
 def _data_parallel(ground: Ground, job: Job) -> tuple[float, float, float]:

@@ -60,6 +60,7 @@ class Measured(Spec):
     attention: float | None = None
     memory: float | None = None
     kernel: float | None = None
+    link: float | None = None
 
 
 class Cluster(Spec):

@@ -19,7 +19,7 @@ def main() -> None:
     """Read, fit, write."""
     rows, _ = interpreted(Path(sys.argv[1]))
     table = Table([row for row in rows if row.measured and not row.cells.get("status")])
-    write(table, table.fit(np.ones(len(table.rows), dtype=bool)), spreads_of(table, held_out(table)))
+    write(table, table.fit(np.ones(len(table.rows), dtype=bool), rounds=40), spreads_of(table, held_out(table)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 from pathlib import Path
@@ -35,7 +35,7 @@ OWN_MACHINES = ((r"SimuMax docs/b200", "b200-limited"),)  # sources whose machin
 
 # How a source writes a network -> bytes per second of one GPU in one direction.
 NETWORKS: tuple[tuple[str, Callable[[re.Match[str], int], float]], ...] = (
-    (r"(\d+)x(\d+)\s*G(?:b/s)?\b.*(?:/|per )node", lambda m, node: float(m[1]) * float(m[2]) / 8 / node),
+    (r"(\d+)x(\d+)\s*G(?:b(?:/s)?)?\b.*(?:/|per )node", lambda m, node: float(m[1]) * float(m[2]) / 8 / node),
     (r"(\d+)x\D*(\d+)\s*Gb/s per node", lambda m, node: float(m[1]) * float(m[2]) / 8 / node),
     (r"(\d+)x OmniPath (\d+)", lambda m, node: float(m[1]) * float(m[2]) / 8 / node),
     (r"(\d+)\s*G(?:bps)?/node|(\d+)\s*Gbps/node", lambda m, node: float(m[1] or m[2]) / 8 / node),
@@ -45,13 +45,13 @@ NETWORKS: tuple[tuple[str, Callable[[re.Match[str], int], float]], ...] = (
 )
 
 STACKS: tuple[tuple[str, str], ...] = (  # pattern of "framework version" -> profile; the first that matches
+    (r"AutoModel|torchtitan|Meta internal|TorchTitan", "torchtitan"),
     (r"Megatron-LM.*(2020|2021|6985e589|SC21)", "megatron-2021"),
     (r"Megatron-DeepSpeed", "megatron-deepspeed"),
     (r"MegaScale", "megascale"),
     (r"Megatron-Bridge (26\.0[4-9]|26\.1|2[7-9])|HAI-LLM", "megatron"),
-    (r"Megatron-Bridge", "megatron-2025"),
+    (r"Megatron-Bridge|TE 2\.(9|1\d)", "megatron-2025"),
     (r"NeMo(?! AutoModel)|Megatron", "megatron-2024"),
-    (r"AutoModel|torchtitan|Meta internal|TorchTitan", "torchtitan"),
     (r"llm-foundry", "llm-foundry"),
     (r"fms-fsdp|FSDP", "fsdp"),
     (r"DeepSpeed|gpt-neox", "deepspeed"),
@@ -273,21 +273,39 @@ def _job(cells: Cells, ground: Ground, assumed: list[str]) -> Job:
         assumed.append("micro-batch 1")
     stage, shard = _zero(cells, stack, assumed)
     job = Job(
-        tp=tp, pp=pp, dp=dp, cp=cp, ep=number(cells, "ep", 1), etp=_etp(cells, tp), micro=micro,
+        tp=tp, pp=pp, dp=dp, cp=cp, ep=_ep(cells, ground, dp * cp, assumed), etp=_etp(cells, tp), micro=micro,
         batch=batch, sequence=number(cells, "seq_len"), compute=_dtype(cells),
         sequence_parallel=_sequence_parallel(cells, stack, tp, assumed),
         zero=stage, shard=shard,
     )  # fmt: skip
     if batch % (dp * micro):
         raise _Unclear(f"dp {dp} × micro-batch {micro} does not divide the batch {batch}")
+    frugal = job._replace(recompute="full")
+    if not cells.get("zero") and job.zero < 3 and pp == 1 and memory(ground, frugal).verdict == "no":
+        job = job._replace(zero=3)
+        assumed.append("ZeRO 3: nothing less fits")
     chunks = _chunks(cells, ground, job, assumed)
     job = job._replace(chunks=chunks, schedule="interleaved" if chunks > 1 else "1f1b")
-    return job._replace(recompute=_recompute(cells, ground, job, assumed))
+    job = job._replace(recompute=_recompute(cells, ground, job, assumed))
+    if stack.recompute_blocks and job.recompute == "full" and not cells.get("recompute"):
+        job = job._replace(recompute_layers=fewest_recomputed(ground, job))
+        assumed.append(f"of them {job.recompute_layers} blocks")
+    return job
+
+
+def _ep(cells: Cells, ground: Ground, data: int, assumed: list[str]) -> int:
+    """As stated; where weights are sharded anyway and nothing is said, experts are spread as far as they go."""
+    moe, stated = ground.shape.spec.moe, number(cells, "ep", 0)
+    if moe is None or stated or ground.stack.zero < 3:
+        return stated or 1
+    spread = gcd(moe.count, data)
+    assumed.append(f"ep {spread}")
+    return spread
 
 
 def _etp(cells: Cells, tp: int) -> int:
     stated = number(cells, "etp", 0)
-    return stated or (1 if number(cells, "ep", 1) > 1 else tp)
+    return stated or (tp if number(cells, "ep", 0) == 1 else 1)
 
 
 def _sequence_parallel(cells: Cells, stack: Stack, tp: int, assumed: list[str]) -> bool:
@@ -320,6 +338,13 @@ def _chunks(cells: Cells, ground: Ground, job: Job, assumed: list[str]) -> int:
         chunks = min(divisors(max(1, int(each))), key=lambda n: (abs(each / n - habit), n))
     assumed.append(f"interleaved stages {chunks}")
     return chunks
+
+
+def fewest_recomputed(ground: Ground, job: Job) -> int:
+    """Blocks of a position that must be recomputed for the job to fit; all where even that does not do."""
+    most = -(-len(ground.shape.layers) // job.pp)
+    fits = (n for n in range(1, most) if memory(ground, job._replace(recompute_layers=n)).verdict != "no")
+    return next(fits, most)
 
 
 MODES = {"none": "none", "full": "full", "selective": "selective", "minimal_flash": "selective"}
@@ -369,13 +394,3 @@ def interpreted(path: Path) -> tuple[list[Published], list[Refused]]:
     """All rows of a table: those that can be predicted, and those that cannot."""
     rows = [interpret(cells) for cells in read_rows(path)]
     return [r for r in rows if isinstance(r, Published)], [r for r in rows if isinstance(r, Refused)]
-
-
-def with_recompute(row: Published, mode: str) -> Published:
-    """The same row under another recompute mode."""
-    return replace(row, job=row.job._replace(recompute=mode))
-
-
-def kv_split(row: Published) -> int:
-    """Ranks of tp that hold different key/value heads."""
-    return gcd(row.job.tp, row.ground.shape.spec.kv_heads)
