@@ -18,7 +18,7 @@ TINY = (
 )  # fmt: skip
 KEYS = {
     "steps", "loss_first", "loss_last", "eval_loss", "tokens_per_second", "parameters", "layout", "world",
-    "peak_memory_bytes", "collectives", "run_dir",
+    "peak_memory_bytes", "memory", "collectives", "run_dir",
 }  # fmt: skip
 CAUSES = {
     "raise": "RuntimeError: injected fault",
@@ -51,6 +51,11 @@ def test_json_is_one_document_with_the_promised_keys(tmp_path: Path) -> None:
         "tp": 2, "pp": 2, "dp": 2, "cp": 1, "ep": 1,
     }  # fmt: skip
     assert len(summary["peak_memory_bytes"]) == 8 and min(summary["peak_memory_bytes"]) > 1e7
+    kinds = {"weights", "gradients", "master", "moments", "buffers", "activations"}
+    for memory in summary["memory"]:
+        assert set(memory) == kinds | {"between", "total", "blocks"}
+        assert memory["total"] == sum(memory[kind] for kind in kinds) and memory["weights"] == memory["gradients"] > 0
+        assert memory["activations"] >= memory["between"] >= sum(block["kept"] for block in memory["blocks"]) > 0
     assert set(summary["collectives"]) == {"tp", "pp", "dp", "world"}
     rows = [row for operations in summary["collectives"].values() for row in operations.values()]
     assert rows and all(set(row) == {"calls", "bytes"} for row in rows)

@@ -13,10 +13,6 @@ from torch import Tensor, nn
 from plait.models.decoder import Decoder
 from plait.models.dropout import step_key
 from plait.models.where import Where
-from plait.parallel.collectives import Group
-from plait.parallel.mesh import Mesh
-from plait.parallel.tensor import VocabularyCrossEntropy
-from plait.spec.layout import Layout
 from plait.spec.model import ModelSpec
 from plait.spec.run import RunSpec
 from tests.fixtures import B8, ROWS, SEQUENCE, T0, T0_RATIO_4, assert_equals_one_device, run_of
@@ -25,49 +21,6 @@ from tests.ranks import Rank
 
 # LayerNorm with bias, and biases that are added after the sum of a row: all of them act on split tokens.
 BIASED = T0.model_copy(update={"norm": "layer", "out_bias": True, "mlp_bias": True, "qkv_bias": True})
-
-
-class Given(nn.Module):
-    """A projection that has already happened."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-def test_cross_entropy_over_split_logits_is_that_of_the_whole_row_and_so_is_its_gradient() -> None:
-    """Logits 0, 1, 2, 3 and label 3: 0.4401897; a loss that forgets the other rank's logits gives 1.1333369."""
-
-    def run(rank: int, world: int) -> tuple[float, int, Tensor]:
-        loss = VocabularyCrossEntropy((2 * rank, 2 * rank + 2), Mesh(Layout(tp=2)).group("tp"))
-        logits = torch.tensor([[[2.0 * rank, 2.0 * rank + 1]]]).requires_grad_()
-        total, count = loss(logits, Given(), torch.tensor([[3]]))
-        total.backward()
-        assert logits.grad is not None
-        return total.item(), int(count), logits.grad.flatten()
-
-    whole = torch.tensor([0.0, 1.0, 2.0, 3.0]).softmax(0) - F.one_hot(torch.tensor(3), 4)
-    results = on_ranks(2, run)
-    assert [total for total, _, _ in results] == [pytest.approx(0.4401897, abs=1e-6)] * 2
-    assert [count for _, count, _ in results] == [1, 1]
-    assert torch.allclose(torch.cat([gradient for _, _, gradient in results]), whole, atol=1e-6)
-
-
-def test_cross_entropy_refuses_logits_that_are_already_gathered() -> None:
-    loss = VocabularyCrossEntropy((0, 2), Group("tp", (0,), 0))
-    with pytest.raises(AssertionError, match="4 logits"):
-        loss(torch.zeros(1, 1, 4), Given(), torch.tensor([[3]]))
-
-
-def test_cross_entropy_of_ignored_labels_is_zero_with_zero_gradient() -> None:
-    def run(rank: int, world: int) -> tuple[float, int, float]:
-        loss = VocabularyCrossEntropy((2 * rank, 2 * rank + 2), Mesh(Layout(tp=2)).group("tp"))
-        logits = torch.randn(2, 3, 2).requires_grad_()
-        total, count = loss(logits, Given(), torch.full((2, 3), -100))
-        total.backward()
-        assert logits.grad is not None
-        return total.item(), int(count), logits.grad.abs().max().item()
-
-    assert on_ranks(2, run) == [(0.0, 0, 0.0)] * 2
 
 
 def test_a_row_split_before_a_gelu_would_be_wrong() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from plait.placement import place
+from plait.placement.activations import activations
 from plait.placement.bytes import state_bytes
 from plait.spec.layout import Layout
 from plait.spec.model import ModelSpec
 from plait.spec.presets import PRESETS
-from plait.spec.run import DType, OptimSpec, PrecisionSpec, RunSpec, ZeroSpec
+from plait.spec.run import BatchSpec, DType, OptimSpec, PrecisionSpec, RecomputeSpec, RunSpec, ZeroSpec
 
 PARAMETERS = 7.5e9  # of the ZeRO paper's example (Rajbhandari et al. 2020, figure 1)
 T0 = ModelSpec(vocab=64, hidden=32, layers=4, heads=4, ffn=64, max_sequence=16)
@@ -71,3 +72,29 @@ def test_stages_of_a_pipeline_share_the_states_of_the_model() -> None:
     run = RunSpec(model=T0)
     placements = place(T0, Layout(pp=4), run.zero)
     assert sum(state_bytes(placements, run, rank)["weights"] for rank in range(4)) == 4 * 45_344
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+def test_b85_logits_are_a_line_of_their_own_and_tensor_parallelism_divides_them() -> None:
+    """4096 tokens over 128256 words: 1.957 GiB in fp32 on the stage with the head, and none in chunks of them."""
+    batch = BatchSpec(global_size=1, micro_size=1, sequence=4096)
+    run = RunSpec(model=PRESETS["llama3-8b"], batch=batch, precision=PrecisionSpec(compute="bfloat16"))
+    whole = activations(run, Layout(), range(2), first=False, last=True)
+    assert whole.logits / 2**30 == pytest.approx(1.957, abs=0.001)
+    assert whole.loss == 2 * whole.logits  # log-probabilities are kept; two gradients as large stand beside them
+    assert activations(run, Layout(tp=8, kv=8), range(2), first=False, last=True).logits == whole.logits / 8
+    assert activations(run, Layout(), range(2), first=True, last=False).logits == 0
+    chunked = run.model_copy(update={"recompute": RecomputeSpec(loss_chunk=256)})
+    assert activations(chunked, Layout(), range(2), first=False, last=True).loss < whole.loss / 3
+
+
+def test_recompute_leaves_the_input_of_each_block_and_only_of_the_first_blocks_where_so_asked() -> None:
+    run = RunSpec(model=T0, batch=BatchSpec(global_size=2, micro_size=2, sequence=16))
+    full = run.model_copy(update={"recompute": RecomputeSpec(mode="full")})
+    first = run.model_copy(update={"recompute": RecomputeSpec(mode="full", layers=1)})
+    plain, none, some = (activations(r, Layout(), range(4), first=True, last=False) for r in (run, full, first))
+    unit = 2 * 16 * 32 * 4
+    assert [block.kept for block in none.blocks] == [unit] * 4
+    assert [block.kept for block in some.blocks] == [unit] + [block.kept for block in plain.blocks[1:]]

@@ -39,6 +39,10 @@ MATTERS: dict[str, tuple[str, ...]] = {
     "shards_counted_as_copies": ("shards",),
     "overflow_not_reduced": ("pp > 1",),
     "old_weights_gathered": ("shards", "no ZeRO 3"),
+    "ignored_labels_in_chunks": ("chunked loss",),
+    "chunk_of_other_labels": ("chunked loss of split tokens",),
+    "z_loss_by_micro_batch": ("z-loss", "accumulation", "no chunked loss"),
+    "other_mask_recomputed": ("recompute full", "dropout"),
 }
 
 

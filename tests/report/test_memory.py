@@ -43,7 +43,7 @@ def test_padding_is_what_the_equal_slices_hold_beyond_the_tensors() -> None:
 
 def test_w2_w3_mixed_precision_adam_is_16_bytes_a_parameter_and_zero_divides_them() -> None:
     mixed = ("precision.compute=bfloat16", "precision.grad_accumulate=bfloat16")
-    run = load(None, ["model.vocab=256", *mixed])  # refused for training in this version, but the arithmetic is there
+    run = load(None, ["model.vocab=256", "batch.global_size=256", *mixed])
     picture = picture_memory(run, Layout(dp=64, shard=64))
     per_parameter = [picture.largest(stage).total / run.model.parameter_count() for stage in range(4)]
     assert [round(7.5 * each, 2) for each in per_parameter] == [120, 31.41, 16.64, 1.88]  # GB of 7.5e9 parameters
@@ -64,8 +64,8 @@ def test_kinds_that_take_no_bytes_have_no_column() -> None:
 
 
 def test_it_says_what_is_not_counted() -> None:
-    assert "not counted yet: activations" in pictured().text(100)
-    assert "activations" in pictured().as_dict()["not_counted"]
+    assert "not counted: communication buffers" in pictured().text(100)
+    assert "communication buffers" in pictured().as_dict()["not_counted"]
 
 
 def test_without_replicas_zero_has_nobody_to_share_with() -> None:

@@ -191,8 +191,6 @@ def test_an_impossible_model_is_named_and_what_follows_from_it_is_not() -> None:
     "asked",
     [
         ("layout.mode=auto", "layout.dp=1"),
-        ("recompute.mode=full",),
-        ('recompute.mode=["norm"]',),
         ("train.resume=runs/a",),
         ("checkpoint.every=10",),
     ],
@@ -201,6 +199,19 @@ def test_what_this_version_lacks_is_refused_by_name(asked: tuple[str, ...]) -> N
     key = asked[0].partition("=")[0]
     found = violations(load(None, asked))
     assert key in {v.key for v in found} and all(MISSING in v.problem for v in found)
+
+
+@pytest.mark.parametrize(
+    ("asked", "key", "fix"),
+    [
+        (['recompute.mode=["norm", "activations"]'], "recompute.mode", "did you mean activation?"),
+        (["recompute.mode=[]"], "recompute.mode", "use 'none', or of attention, norm, activation"),
+        (["recompute.layers=2"], "recompute.layers", "leave it out, or set recompute.mode"),
+    ],
+)
+def test_recompute_of_what_no_block_has_is_refused(asked: list[str], key: str, fix: str) -> None:
+    found = only(violations(load(None, asked)))
+    assert (found.key, found.fix) == (key, fix)
 
 
 def test_float32_reductions_of_a_float64_run_are_the_wider_of_the_two() -> None:

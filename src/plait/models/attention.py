@@ -56,6 +56,11 @@ class Core(nn.Module):
         self.window, self.dropout, self.scale, self.first_head = window, dropout, scale, first_head
         self.site = site_number(layer, "attention")
 
+    @property
+    def fused(self) -> bool:
+        """Whether one kernel does it all and keeps O(S) for backward; probabilities that are dropped are kept whole."""
+        return self.dropout == 0
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, where: Where) -> Tensor:
         """q (B, S, h, D), k (B, S, kv, D) and v (B, S, kv, V) with kv dividing h -> (B, S, h, V)."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -65,7 +70,7 @@ class Core(nn.Module):
             plain = where.documents is None and (self.window is None or self.window >= q.shape[2])
             mask = None if plain else visible(where, self.window)
             y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=plain, scale=self.scale, enable_gqa=True)
-        return y.transpose(1, 2)
+        return y.transpose(1, 2).contiguous()  # as a kernel leaves it: the next matrix takes it without a copy
 
     def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, where: Where) -> Tensor:
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))

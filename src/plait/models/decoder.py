@@ -47,12 +47,11 @@ class Head(nn.Module):
         super().__init__()
         self.norm = norm(spec.norm, spec.hidden, spec.norm_eps, make)
         self.projection = Linear(spec.hidden, spec.vocab, False, make)
-        self.loss = CrossEntropy()
+        self.loss: nn.Module = CrossEntropy(spec.z_loss)
 
     def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Terms]:
         x = self.norm(x)
-        total, count = self.loss(x, self.projection, labels)
-        return x, {"loss": total, "count": count}
+        return x, self.loss(x, self.projection, labels)
 
 
 class PassThrough(nn.Module):
@@ -87,7 +86,7 @@ class Decoder(nn.Module):
     def forward(self, x: Tensor, where: Where, labels: Tensor | None = None) -> tuple[Tensor, Terms]:
         """Tokens (B, S), or activations (B, S, d) of the stage before -> activations, and named sums.
 
-        The last stage's sums hold "loss" (over tokens) and "count" (of valid labels).
+        The last stage's sums hold those of its loss: "loss" (over tokens) and "count" (of valid labels) always.
         """
         x, terms = self.body(x, where)
         x, last = self.head(x, labels)

@@ -78,14 +78,25 @@ ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], int]] = {
 }
 
 
+class Activation(nn.Module):
+    """The function between an MLP's two matrices, a row of ACTIVATIONS."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.function, self.inputs = ACTIVATIONS[kind]
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(*inputs)
+
+
 class MLP(nn.Module):
     """The dense feed-forward slot of a block: (x, where) -> (y, loss terms), of which it has none."""
 
     def __init__(self, spec: ModelSpec, make: Factory, ffn: int | None = None) -> None:
         super().__init__()
         ffn = ffn or spec.ffn
-        self.activation, inputs = ACTIVATIONS[spec.mlp]
-        self.up = FusedLinear(spec.hidden, (ffn,) * inputs, spec.mlp_bias, make)
+        self.activation = Activation(spec.mlp)
+        self.up = FusedLinear(spec.hidden, (ffn,) * self.activation.inputs, spec.mlp_bias, make)
         self.down = Linear(ffn, spec.hidden, spec.mlp_bias, make)
 
     def forward(self, x: Tensor, where: Where) -> tuple[Tensor, Terms]:

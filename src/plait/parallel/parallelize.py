@@ -18,6 +18,7 @@ from plait.parallel.expert import Spread, spread_experts
 from plait.parallel.late import Late, split_backward
 from plait.parallel.mesh import Mesh
 from plait.parallel.precision import DTYPES, Dtypes
+from plait.parallel.recompute import recompute
 from plait.parallel.stage import DecoderStage, Signature
 from plait.parallel.tensor import Sharding, split_tensors
 from plait.parallel.weights import Weights, fill_buffers, materialise
@@ -62,6 +63,7 @@ def parallelize(model: Decoder, mesh: Mesh, run: RunSpec, weights: Weights | Non
         split_context(part, context, run.model.heads // mesh.layout.tp, mesh.device)
         if late is not None:
             split_backward(part, late)
+        recompute(part, run.recompute)
     gather_by_unit(parts, states)
     boundary = _boundary(run, mesh)
     mine = {i: DecoderStage(i, part, i == 0, i == stages.last, boundary, late) for i, part in parts.items()}

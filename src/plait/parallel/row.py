@@ -185,14 +185,18 @@ class Row:
         if transfer is not None:
             self._sum = transfer.wait().to(self.dtypes.accumulate)
 
-    def bytes_held(self) -> dict[str, int]:
-        """Bytes of weights, gradients and master copy that stand in memory now."""
+    def held(self) -> dict[str, list[Tensor]]:
+        """The weights, gradients and master copy that stand in memory now; what was freed has no bytes."""
         weights = [self.full, self.own] if self.gathers else [self.full]
         gradients = [x for x in (self._collected, None if self.keeps_whole else self._sum) if x is not None]
         gradients += [] if self._collected is not None else [view for view in self._views if view is not None]
         master = [] if self.master is self.own else [self.master]
-        kinds = {"weights": weights, "gradients": gradients, "master": master}
-        return {kind: sum(x.untyped_storage().nbytes() for x in tensors) for kind, tensors in kinds.items()}
+        return {"weights": weights, "gradients": gradients, "master": master}
+
+    def come_and_go(self) -> list[Tensor]:
+        """What is allocated and freed within a step: gathered weights, gradients on their way to be sharded."""
+        collected = [] if self._collected is None or self.keeps_whole else [self._collected]
+        return [self.full, *collected] if self.gathers else collected
 
     # --- by tensor -------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,10 @@ Tensors = tuple[Tensor, ...]
 Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
+# Loss term -> the one whose count divides it; a term that is not here has a count of its own.
+COUNT_OF: Mapping[str, str] = {"z_loss": "loss"}
+
+
 class Micro(NamedTuple):
     """One micro-batch: tokens (B, T) and labels (B, T, below 0 where ignored), and where they stand."""
 
@@ -111,7 +115,9 @@ class DecoderStage:
             return outputs, ()
         assert self._denominators is not None
         divide_by, scale = self._denominators.wait(), self._denominators.scale
-        return (*outputs, *losses.values()), tuple(scale / divide_by[name].to(v.dtype) for name, v in losses.items())
+        return (*outputs, *losses.values()), tuple(
+            scale / divide_by[COUNT_OF.get(name, name)].to(value.dtype) for name, value in losses.items()
+        )
 
     def backward(self, micro: int, gradients: Tensors) -> Tensors:
         received, roots, seeds = self._live.pop(micro)

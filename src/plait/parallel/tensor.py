@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.models.layers import Linear, TokenEmbedding
-from plait.models.loss import IGNORED
 from plait.models.where import Where
 from plait.parallel import collectives as comm
 from plait.parallel.collectives import Group
+from plait.parallel.loss import VocabularyCrossEntropy
 from plait.placement.cuts import Rectangle
 
 
@@ -62,26 +62,6 @@ class _Column(torch.autograd.Function):
         return finish(pending, group), grad_weight, grad_bias, None, None
 
 
-class _Row(torch.autograd.Function):
-    """y = Σ over ranks of x Wᵀ with W's columns on different ranks; y is whole, or (B, T/tp, d) where `split`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, split: bool) -> Tensor:
-        ctx.group, ctx.split = group, split
-        ctx.save_for_backward(x, weight)
-        partial = F.linear(x, weight)
-        if split:
-            return comm.finish_reduce_scatter(comm.start_reduce_scatter(partial, group), group)
-        return comm.all_reduce(partial, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, weight = ctx.saved_tensors
-        if ctx.split:
-            grad = comm.finish_all_gather(comm.start_all_gather(grad, ctx.group), ctx.group)
-        return grad @ weight, _flat(grad).t() @ _flat(x), None, None
-
-
 class ColumnLinear(nn.Module):
     """A linear whose output features are spread over the group; `outs` as in FusedLinear, of this rank."""
 
@@ -104,7 +84,8 @@ class RowLinear(nn.Module):
         self.group, self.split = group, split
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Row.apply(x, self.weight, self.group, self.split)  # type: ignore[no-untyped-call]
+        partial = F.linear(x, self.weight)  # (B, T, d); y is whole, or (B, T/tp, d) where tokens are split
+        y = comm.scatter_partial(partial, self.group) if self.split else comm.sum_partial(partial, self.group)
         return y if self.bias is None else y + self.bias
 
 
@@ -122,52 +103,6 @@ class VocabularyEmbedding(nn.Module):
         foreign = (local < 0) | (local >= rows)
         x = F.embedding(local.masked_fill(foreign, 0), self.weight).masked_fill(foreign.unsqueeze(-1), 0.0)
         return comm.scatter_partial(x, self.group) if self.split else comm.sum_partial(x, self.group)
-
-
-class _VocabularyCrossEntropy(torch.autograd.Function):
-    """Token losses (N,) of logits (N, V/tp) spread over the group; ignored tokens (label < 0) lose nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, group: Group) -> Tensor:
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        highest = comm.all_reduce(logits.amax(-1), group, "max")
-        shifted = logits - highest.unsqueeze(-1)
-        valid = labels != IGNORED
-        local = labels - start
-        here = valid & (local >= 0) & (local < logits.shape[-1])
-        local = local.masked_fill(~here, 0)
-        target = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
-        exponentials = shifted.exp_()
-        total, target = comm.all_reduce(torch.stack((exponentials.sum(-1), target)), group).unbind(0)
-        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), local, here, valid)
-        return (total.log() - target).masked_fill(~valid, 0.0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, local, here, valid = ctx.saved_tensors
-        grad = grad.masked_fill(~valid, 0.0)
-        grad_logits = probabilities * grad.unsqueeze(-1)
-        grad_logits.scatter_add_(-1, local.unsqueeze(-1), -grad.masked_fill(~here, 0.0).unsqueeze(-1))
-        return grad_logits, None, None, None
-
-
-class VocabularyCrossEntropy(nn.Module):
-    """The loss slot over logits that no rank holds whole: sum of token losses and number of valid labels.
-
-    `tokens` are the first and the last + 1 of those whose logits the projection gives here.
-    """
-
-    def __init__(self, tokens: tuple[int, int], group: Group) -> None:
-        super().__init__()
-        self.tokens, self.group = tokens, group
-
-    def forward(self, x: Tensor, projection: nn.Module, labels: Tensor) -> tuple[Tensor, Tensor]:
-        logits = _flat(projection(x))
-        start, stop = self.tokens
-        assert logits.shape[-1] == stop - start, f"{logits.shape[-1]} logits, {stop - start} tokens are of this rank"
-        labels = labels.reshape(-1)
-        losses: Tensor = _VocabularyCrossEntropy.apply(logits, labels, start, self.group)  # type: ignore[no-untyped-call]
-        return losses.sum(), (labels != IGNORED).sum()
 
 
 class SplitTokens(nn.Module):
@@ -209,8 +144,8 @@ def _vocabulary(module: Any, path: str, known: Sharding) -> nn.Module:
     return VocabularyEmbedding(module, known.rectangles[f"{path}.weight"][0][0][0], known.group, known.split)
 
 
-def _loss(module: nn.Module, path: str, known: Sharding) -> nn.Module:
-    return VocabularyCrossEntropy(known.rectangles["head.projection.weight"][0][0], known.group)
+def _loss(module: Any, path: str, known: Sharding) -> nn.Module:
+    return VocabularyCrossEntropy(module.z_loss, known.rectangles["head.projection.weight"][0][0], known.group)
 
 
 def _heads(module: Any, path: str, known: Sharding) -> nn.Module:

@@ -28,6 +28,7 @@ from plait.parallel.collectives import Group
 from plait.parallel.mesh import Mesh
 from plait.parallel.precision import Dtypes
 from plait.parallel.row import Row, Sharing
+from plait.parallel.tracker import storage_bytes
 from plait.placement import Piece, buffers
 from plait.placement.buffer import SHARDING
 from plait.placement.place import Placements
@@ -144,10 +145,18 @@ class States:
         """What forward reads, flat: whole rectangles, under stage 3 this rank's shard."""
         return [part for row in self.rows for part in row.weights()]
 
+    def held(self) -> dict[str, list[Tensor]]:
+        """The weights, gradients and master copy that stand in memory now."""
+        rows = [row.held() for row in self.rows]
+        return {kind: [x for row in rows for x in row[kind]] for kind in ("weights", "gradients", "master")}
+
     def bytes_held(self) -> dict[str, int]:
-        """Bytes of weights, gradients and master copy that stand in memory now."""
-        rows = [row.bytes_held() for row in self.rows]
-        return {kind: sum(row[kind] for row in rows) for kind in ("weights", "gradients", "master")}
+        """Their bytes, each storage once."""
+        return {kind: storage_bytes(tensors) for kind, tensors in self.held().items()}
+
+    def come_and_go(self) -> list[Tensor]:
+        """What is allocated and freed within a step."""
+        return [x for row in self.rows for x in row.come_and_go()]
 
     def _accumulated(self, row: Row, index: int, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None

@@ -13,7 +13,17 @@ from typing import Any
 from plait.spec.fit import fit, violations
 from plait.spec.model import ModelSpec
 from plait.spec.pipeline import SHAPES, splits_backward, stage_count
-from plait.spec.run import BatchSpec, DataSpec, LayoutSpec, RunSpec, ScheduleSpec, TrainSpec, ZeroSpec
+from plait.spec.run import (
+    RECOMPUTED_PARTS,
+    BatchSpec,
+    DataSpec,
+    LayoutSpec,
+    RecomputeSpec,
+    RunSpec,
+    ScheduleSpec,
+    TrainSpec,
+    ZeroSpec,
+)
 
 MOST_RANKS = 8
 ORDERS = (("pp", "dp", "cp", "tp"), ("dp", "pp", "cp", "tp"), ("tp", "dp", "cp", "pp"))
@@ -46,6 +56,15 @@ FEATURES: Mapping[str, Callable[[RunSpec], bool]] = {
     "biases": lambda r: r.model.out_bias,
     "qk norm": lambda r: r.model.qk_norm,
     "window": lambda r: r.model.window is not None,
+    "recompute full": lambda r: r.recompute.mode == "full",
+    "recompute parts": lambda r: bool(r.recompute.parts),
+    "recompute some layers": lambda r: r.recompute.layers != "all",
+    "chunked loss": lambda r: r.recompute.loss_chunk > 0,
+    "chunked loss of split tokens": lambda r: (
+        r.recompute.loss_chunk > 0 and r.layout.sequence_parallel and r.layout.tp > 1
+    ),
+    "z-loss": lambda r: r.model.z_loss > 0,
+    "recompute with dropout": lambda r: r.recompute.mode != "none" and r.model.dropout > 0,
     "masked documents": lambda r: r.data.mask_documents,
     **{f"ZeRO {stage}": lambda r, stage=stage: r.zero.stage == stage for stage in range(4)},  # type: ignore[misc]
     "shards": lambda r: r.zero.stage > 0 and _shards(r) > 1,
@@ -84,7 +103,7 @@ def _draw(dice: random.Random, schedule: ScheduleSpec, every_axis: bool) -> RunS
     sequence = dice.choice((8, 12, 16)) if layout.sequence_parallel else dice.choice((7, 8, 11, 16))
     model = _model(dice, layout, sequence)
     layers = max(model.layers, stage_count(schedule, layout.pp) + dice.choice((0, 1)))
-    return RunSpec(
+    run = RunSpec(
         model=model.model_copy(update={"layers": layers}),
         layout=layout,
         schedule=schedule,
@@ -92,7 +111,15 @@ def _draw(dice: random.Random, schedule: ScheduleSpec, every_axis: bool) -> RunS
         zero=_zero(dice, layout),
         data=DataSpec(source="synthetic", mask_documents=dice.random() < 0.3),
         train=TrainSpec(seed=dice.randrange(2**31)),
+        recompute=_recompute(dice),
     )
+    return run.model_copy(update={"model": run.model.model_copy(update={"z_loss": dice.choice((0.0, 0.0, 0.01))})})
+
+
+def _recompute(dice: random.Random) -> RecomputeSpec:
+    mode: Any = dice.choice(("none", "full", "full", "selective", (dice.choice(RECOMPUTED_PARTS),)))
+    layers: Any = dice.choice(("all", "all", 1, 2)) if mode != "none" else "all"
+    return RecomputeSpec(mode=mode, layers=layers, loss_chunk=dice.choice((0, 0, 0, 3, 5, 8, 100)))
 
 
 def _layout(dice: random.Random, every_axis: bool) -> LayoutSpec:

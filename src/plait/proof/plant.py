@@ -15,6 +15,8 @@ from plait.models.attention import Core
 from plait.models.where import Where
 from plait.parallel import collectives, tensor, zero
 from plait.parallel.collectives import Group, Transfer
+from plait.parallel.loss import ChunkedLoss
+from plait.parallel.recompute import _Forward
 from plait.parallel.row import Row
 from plait.parallel.stage import DecoderStage
 from plait.parallel.tensor import RowLinear, SplitTokens
@@ -105,10 +107,11 @@ def dropout_by_local_head() -> None:
 
 def bias_added_by_every_rank() -> None:
     """A row's bias is added before the sum, so tp times."""
+    plain = RowLinear.forward
 
     def forward(self: RowLinear, x: Tensor) -> Tensor:
-        y: Tensor = tensor._Row.apply(x, self.weight, self.group, self.split)  # type: ignore[no-untyped-call]
-        return y if self.bias is None else y + self.group.size * self.bias
+        y = plain(self, x)
+        return y if self.bias is None else y + (self.group.size - 1) * self.bias
 
     _replace(RowLinear, "forward", forward)
 
@@ -202,6 +205,52 @@ def dropout_without_step() -> None:
     _replace(Step, "_begin", lambda self, step, *rest: plain(self, min(step, 1), *rest))
 
 
+def other_mask_recomputed() -> None:
+    """What is computed again drops other elements than forward did."""
+    plain = _Forward._compute_again
+
+    def again(self: _Forward) -> None:
+        self._inputs = tuple(
+            (x._replace(key=x.key + 1) if isinstance(x, Where) else x, differentiable)
+            for x, differentiable in self._inputs
+        )
+        plain(self)
+
+    _replace(_Forward, "_compute_again", again)
+
+
+def ignored_labels_in_chunks() -> None:
+    """A chunk takes ignored labels for token 0."""
+    plain = ChunkedLoss.forward
+    _replace(
+        ChunkedLoss, "forward", lambda self, x, projection, labels: plain(self, x, projection, labels.clamp(min=0))
+    )
+
+
+def chunk_of_other_labels() -> None:
+    """Under split tokens a chunk takes the labels that stand first, not those of the gathered tokens."""
+    plain = ChunkedLoss.forward
+
+    def forward(self: ChunkedLoss, x: Tensor, projection: Any, labels: Tensor) -> Any:
+        parts = labels.shape[1] // x.shape[1]
+        return plain(self, x, projection, labels.unflatten(1, (-1, parts)).transpose(1, 2).flatten(1))
+
+    _replace(ChunkedLoss, "forward", forward)
+
+
+def z_loss_by_micro_batch() -> None:
+    """The z-loss is divided by the labels of its own micro-batch."""
+    plain = DecoderStage._roots
+
+    def roots(self: DecoderStage, outputs: Any, terms: Mapping[str, Tensor]) -> Any:
+        starts, seeds = plain(self, outputs, terms)
+        if "z_loss" in terms and seeds:
+            seeds = (*seeds[:-1], (1 / terms["count"].clamp(min=1)).to(seeds[-1]))
+        return starts, seeds
+
+    _replace(DecoderStage, "_roots", roots)
+
+
 def _replace(owner: object, name: str, by: object) -> None:
     assert hasattr(owner, name), f"nothing to break: {owner} has no {name}"
     setattr(owner, name, by)
@@ -242,5 +291,9 @@ BUGS: Mapping[str, Callable[[], None]] = {
         overflow_not_reduced,
         old_weights_gathered,
         dropout_without_step,
+        other_mask_recomputed,
+        ignored_labels_in_chunks,
+        chunk_of_other_labels,
+        z_loss_by_micro_batch,
     )
 }

@@ -57,14 +57,14 @@ def reference(run: RunSpec, samples: Samples, steps: int, device: torch.device |
 
 
 def objective(model: Decoder, rows: Batch, key: int) -> tuple[Tensor, Terms]:
-    """Σ token losses / valid labels of these rows, 0 where there is no label, and each auxiliary term over its own
-    denominator; beside it, the terms."""
+    """Σ token losses and z-losses / valid labels of these rows, 0 where there is no label, and each other auxiliary
+    term over its own denominator; beside it, the terms."""
     device = next(model.parameters()).device
     rows = rows.to(device)
     indices = torch.arange(rows.tokens.shape[1], device=device)
     where = Where(rows.samples, indices, rows.positions, rows.documents, torch.tensor(key, device=device))
     _, terms = model(rows.tokens, where, rows.labels)
-    loss: Tensor = terms["loss"] / terms["count"].clamp(min=1)
+    loss: Tensor = (terms["loss"] + terms.get("z_loss", 0)) / terms["count"].clamp(min=1)
     for name, count in denominators(model.spec, *rows.tokens.shape).items():
         loss = loss + terms[name] / count
     return loss, terms

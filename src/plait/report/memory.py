@@ -1,7 +1,7 @@
 """Where the memory goes: bytes of model states on a rank of each stage, by kind, and the same under every ZeRO stage.
 
-All bytes come from the placement records. Activations, communication buffers, and what the framework takes for itself
-are not counted yet, and the picture says so.
+All bytes come from the placement records and, for activations, from what each module keeps. Buffers of collectives and
+what the framework takes for itself are not counted, and the picture says so.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from plait.placement import Placement, buffers, place, stages_of
-from plait.placement.bytes import SHARDED_FROM, element_bytes, state_bytes
+from plait.placement.activations import activations
+from plait.placement.bytes import SHARDED_FROM, SIZES, element_bytes, state_bytes
 from plait.report.table import numbers, table
+from plait.schedule.live import live
+from plait.schedule.of_run import schedules
 from plait.spec.layout import Layout
 from plait.spec.run import SHARD_UNITS, RunSpec
 from plait.spec.units import format_bytes
 
-NOT_COUNTED = ("activations", "communication buffers", "the allocator's and torch's own")
+NOT_COUNTED = ("communication buffers", "the allocator's and torch's own")
+SENDS_IN_FLIGHT = 2  # per pipeline rank, as in parallel/pipeline.py
+MODES = ("none", "selective", "full")  # of recompute, that are shown side by side
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,27 @@ class RankBytes:
 
 
 @dataclass(frozen=True)
+class PeakActivations:
+    """Of a rank of one pp coordinate: what a micro-batch `keeps` (of it `logits` for the loss), the most that all
+    micro-batches in flight keep, `messages` on their way to other stages, and what there is `beside` at the peak."""
+
+    pp: int
+    keeps: int
+    logits: int
+    in_flight: int
+    messages: int
+    beside: int
+
+    @property
+    def peak(self) -> int:
+        return self.in_flight + self.messages + self.beside
+
+    def as_dict(self) -> dict[str, int]:
+        """For JSON."""
+        return {**asdict(self), "peak": self.peak}
+
+
+@dataclass(frozen=True)
 class MemoryPicture:
     """`zero[n]` has one entry per (pp, tp) place under ZeRO stage n; `ranks` ranks hold the same as each entry's."""
 
@@ -48,7 +74,10 @@ class MemoryPicture:
     layers: tuple[tuple[int, ...], ...]  # of each pp coordinate
     element_bytes: Mapping[str, int]
     zero: tuple[tuple[RankBytes, ...], ...]
+    activations: tuple[PeakActivations, ...]  # by pp coordinate
+    recompute: Mapping[str, tuple[PeakActivations, ...]]  # the same under other modes
     what: str
+    micro_batch: str
 
     def largest(self, stage: int, pp: int | None = None) -> RankBytes:
         """The first rank with the most bytes under a ZeRO stage, of all or of one pp coordinate."""
@@ -67,6 +96,8 @@ class MemoryPicture:
                 {"stage": stage, "ranks": [{**asdict(rank), "total": rank.total} for rank in ranks]}
                 for stage, ranks in enumerate(self.zero)
             ],
+            "activations": [rank.as_dict() for rank in self.activations],
+            "recompute": {mode: [rank.as_dict() for rank in ranks] for mode, ranks in self.recompute.items()},
             "not_counted": list(NOT_COUNTED),
         }
 
@@ -77,7 +108,8 @@ class MemoryPicture:
             [f"model states of one rank, ZeRO {self.stage}; {self.what}", *_kinds_table(self)],
             [f"largest: rank {largest.rank} (pp {largest.pp}, tp {largest.tp}), {format_bytes(largest.total)}"],
             _zero_table(self) if self.shards > 1 else ["ZeRO saves nothing here: dp·cp 1 leaves nobody to share with"],
-            ["not counted yet: " + ", ".join(NOT_COUNTED)],
+            _activations_table(self),
+            ["not counted: " + ", ".join(NOT_COUNTED)],
         ]
         return "\n\n".join("\n".join(lines) for lines in parts)
 
@@ -97,8 +129,42 @@ def picture_memory(run: RunSpec, layout: Layout) -> MemoryPicture:
         layers=tuple(tuple(n for s in stages.owned_by(pp) for n in stages.layers[s]) for pp in range(layout.pp)),
         element_bytes=each,
         zero=tuple(zero),
+        activations=peak_activations(run, layout),
+        recompute={mode: peak_activations(_with_mode(run, mode), layout) for mode in MODES},
+        micro_batch=f"{run.batch.micro_size} × {run.batch.sequence} tokens",
         what=f"{run.precision.compute}, {run.optim.name}",
     )
+
+
+def peak_activations(run: RunSpec, layout: Layout) -> tuple[PeakActivations, ...]:
+    """By pp coordinate."""
+    stages = stages_of(run, layout)
+    of = [
+        activations(run, layout, layers, first=stage == 0, last=stage == stages.last)
+        for stage, layers in enumerate(stages.layers)
+    ]
+    flight = live(schedules(run, layout.dp)[0], [stage.held for stage in of], [stage.late for stage in of])
+    found = []
+    for pp in range(layout.pp):
+        mine = [of[stage] for stage in stages.owned_by(pp)]
+        keeps, logits = sum(stage.held for stage in mine), sum(stage.logits for stage in mine)
+        beside = max(stage.beside for stage in mine)
+        found.append(PeakActivations(pp, keeps, logits, flight[pp].total, messages_in_flight(run, layout), beside))
+    return tuple(found)
+
+
+def messages_in_flight(run: RunSpec, layout: Layout) -> int:
+    """Bytes of activations and gradients that were sent and not waited for yet, and of one that is received."""
+    if layout.pp == 1:
+        return 0
+    tokens = run.batch.micro_size * run.batch.sequence // (layout.tp if layout.sequence_parallel else 1)
+    micro_batches = run.batch.global_size // (layout.dp * run.batch.micro_size)
+    sent = min(SENDS_IN_FLIGHT * layout.pp, micro_batches)
+    return (sent + 1) * tokens * run.model.hidden * SIZES[run.precision.compute]
+
+
+def _with_mode(run: RunSpec, mode: str) -> RunSpec:
+    return run.model_copy(update={"recompute": run.recompute.model_copy(update={"mode": mode})})
 
 
 def _places(placements: Mapping[str, Placement], run: RunSpec, layout: Layout) -> tuple[RankBytes, ...]:
@@ -128,6 +194,18 @@ def _kinds_table(picture: MemoryPicture) -> list[str]:
         rows.append([str(pp), numbers(layers), *sizes, format_bytes(most.total), str(most.rank)])
     heads = [f">{kind} ({picture.element_bytes[kind]} B)" for kind in kinds]
     return table([">pp", "layers", *heads, ">total", ">its largest rank"], rows)
+
+
+def _activations_table(picture: MemoryPicture) -> list[str]:
+    rows = []
+    for mine in picture.activations:
+        others = [format_bytes(picture.recompute[mode][mine.pp].peak) for mode in MODES]
+        states = picture.largest(picture.stage, mine.pp).total
+        sizes = (mine.keeps, mine.logits, mine.in_flight, mine.messages, mine.beside, mine.peak, states + mine.peak)
+        rows.append([str(mine.pp), *map(format_bytes, sizes), *others])
+    heads = ["keeps", "of it logits", "in flight", "messages", "beside", "peak", "with states"]
+    title = f"activations of one rank; a micro-batch is {picture.micro_batch}; peaks under recompute on the right"
+    return [title, *table([">pp", *(f">{head}" for head in heads), *(f">{mode}" for mode in MODES)], rows)]
 
 
 def _zero_table(picture: MemoryPicture) -> list[str]:

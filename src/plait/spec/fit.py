@@ -16,7 +16,7 @@ from plait.spec.model import ModelSpec
 from plait.spec.model import violations as model_violations
 from plait.spec.nearest import did_you_mean, divisors, nearest_divisors, nearest_multiples, neighbours
 from plait.spec.pipeline import SHAPES, chunks_of, stage_count
-from plait.spec.run import BYTE_VOCAB, RunSpec
+from plait.spec.run import BYTE_VOCAB, RECOMPUTED_PARTS, RunSpec
 from plait.spec.schedule_file import read_file
 
 UNREAD = ("builtin", "synthetic")  # sources that read no file of the user's
@@ -55,6 +55,7 @@ def violations(run: RunSpec, world: int | None = None, train: bool = False, plan
         *_world_violations(run, world),
         *_batch_violations(run, dp),
         *_schedule_violations(run, dp),
+        *_recompute_violations(run),
         *_rate_violations(run),
         *_data_violations(run),
         *(_training_violations(run) if train else []),
@@ -247,6 +248,21 @@ def _layer_violations(run: RunSpec, stages: int) -> list[Violation]:
         found.append(Violation("schedule.layers", f"{len(layers)} counts for {stages} stages", f"give {stages}"))
     if sum(layers) != total:
         found.append(Violation("schedule.layers", f"counts of {sum(layers)} layers, the model has {total}"))
+    return found
+
+
+def _recompute_violations(run: RunSpec) -> list[Violation]:
+    mode, known = run.recompute.mode, ", ".join(RECOMPUTED_PARTS)
+    found = [
+        Violation("recompute.mode", f"{part!r} is no part", did_you_mean(part, RECOMPUTED_PARTS) or f"parts: {known}")
+        for part in run.recompute.parts
+        if part not in RECOMPUTED_PARTS
+    ]
+    if mode == ():
+        found.append(Violation("recompute.mode", "lists 0 parts, needs at least 1", f"use 'none', or of {known}"))
+    if mode == "none" and run.recompute.layers != "all":
+        problem = f"is {run.recompute.layers}, and mode 'none' recomputes 0 blocks"
+        found.append(Violation("recompute.layers", problem, "leave it out, or set recompute.mode"))
     return found
 
 

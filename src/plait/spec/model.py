@@ -128,6 +128,7 @@ class ModelSpec(Spec):
     tied: bool = False
     dropout: float = 0.0  # after the embedding and before each residual addition
     attention_dropout: float = 0.0  # on attention probabilities
+    z_loss: float = 0.0  # weight of log² of each token's summed exponentials, added to its loss
     init_std: float | None = None  # None: 1/sqrt(global fan-in), embeddings 0.02
 
     @model_validator(mode="before")
@@ -305,6 +306,8 @@ def _scalar_violations(spec: ModelSpec) -> list[Violation]:
     found = []
     if spec.window is not None and spec.window < 1:
         found.append(Violation("model.window", f"is {spec.window}, but a token must see at least 1", "use 1 or more"))
+    if not spec.z_loss >= 0:
+        found.append(Violation("model.z_loss", f"is {spec.z_loss}, below 0", "use 1e-4, or 0"))
     for name, value in (("norm_eps", spec.norm_eps), ("rope_theta", spec.rope_theta), ("init_std", spec.init_std)):
         if value is not None and not value > 0:
             found.append(Violation(f"model.{name}", f"is {value}, but must be above 0"))

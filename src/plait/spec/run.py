@@ -85,11 +85,25 @@ class PrecisionSpec(Spec):
     scale_floor: float = Field(1.0, gt=0)
 
 
-class RecomputeSpec(Spec):
-    """[recompute]: which activations are computed again in backward, and in how many blocks of each stage."""
+# Cheap to compute for the bytes that they keep (Korthikanti et al. 2022, section 5).
+RECOMPUTED_PARTS = ("attention", "norm", "activation")
 
-    mode: Literal["none", "full", "selective"] | Texts = "none"
+
+class RecomputeSpec(Spec):
+    """[recompute]: which activations are computed again in backward, and in how many blocks of each stage.
+
+    `loss_chunk`: tokens whose logits are held at once (0: those of a whole micro-batch).
+    """
+
+    mode: Literal["none", "full", "selective"] | Texts = "none"  # a list of RECOMPUTED_PARTS; selective: all of them
     layers: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
+    loss_chunk: int = Field(0, ge=0)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of a block that are computed again where the whole block is not."""
+        named = {"none": (), "full": (), "selective": RECOMPUTED_PARTS}
+        return named[self.mode] if isinstance(self.mode, str) else self.mode
 
 
 class OptimSpec(Spec):

@@ -23,6 +23,7 @@ from plait.schedule.trace import trace
 from plait.spec.run import RunSpec
 from plait.spec.units import format_bytes, format_count
 from plait.train.loop import Training, prepare, train_steps
+from plait.train.memory import in_words
 from plait.train.metrics import Metrics, Summary, peak_memory
 from plait.train.sinks import Sink, open_sinks
 
@@ -89,7 +90,9 @@ def _record_spans(training: Training, folder: Path | None) -> None:
 
 def _summary(training: Training, history: list[Metrics], folder: Path | None) -> Summary | None:
     run, mesh = training.run, training.mesh
-    peaks = comm.gather_bytes(str(peak_memory(mesh.device)).encode(), mesh.group("world"))
+    memory = training.watch.memory(training.step.optimizer)
+    mine = {"peak": peak_memory(mesh.device), "memory": memory.as_dict()}
+    ranks = [json.loads(content) for content in comm.gather_bytes(json.dumps(mine).encode(), mesh.group("world"))]
     text = _sample(training) if run.train.sample else None
     if mesh.rank > 0:
         return None
@@ -103,7 +106,8 @@ def _summary(training: Training, history: list[Metrics], folder: Path | None) ->
         parameters=run.model.parameter_count(),
         layout=mesh.layout.model_dump(),
         world=mesh.layout.world,
-        peak_memory_bytes=[int(peak) for peak in peaks],
+        peak_memory_bytes=[rank["peak"] for rank in ranks],
+        memory=[rank["memory"] for rank in ranks],
         collectives=training.traffic or {},
         run_dir=None if folder is None else str(folder),
         bigram_loss=training.data.bigram() if history[-1].eval_loss is not None else None,
@@ -134,6 +138,7 @@ def closing(summary: Summary) -> list[str]:
         lines.append(f"validation loss {summary.eval_loss:.4f} nats/token{bigram}")
     peak = max(summary.peak_memory_bytes)
     lines.append(f"{format_count(summary.tokens_per_second)} tokens/s, at most {format_bytes(peak)} a rank")
+    lines += in_words(summary.memory)
     if summary.run_dir is not None:
         lines.append(f"in {summary.run_dir}")
     if summary.sample is not None:

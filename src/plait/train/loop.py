@@ -21,13 +21,15 @@ from plait.spec.errors import DataError
 from plait.spec.fit import fit
 from plait.spec.flops import flops_per_token
 from plait.spec.run import RunSpec
+from plait.train.memory import Watch
 from plait.train.metrics import Metrics, peak_flops
 from plait.train.step import Step
 
 
 @dataclass
 class Training:
-    """A run that is ready to step on this rank. `traffic` is known once the first step is done."""
+    """A run that is ready to step on this rank. `traffic`, and what `watch` counts, are known once the first step
+    is done."""
 
     run: RunSpec
     world: World
@@ -35,6 +37,7 @@ class Training:
     data: Data
     parallel: Parallel
     step: Step
+    watch: Watch
     traffic: Traffic | None = None
 
 
@@ -46,7 +49,7 @@ def prepare(run: RunSpec, world: World) -> Training:
     _same_data(data, mesh)
     parallel = parallelize(Decoder(run.model), mesh, run)
     step = Step(run, mesh, parallel)
-    return Training(run, world, mesh, data, parallel, step)
+    return Training(run, world, mesh, data, parallel, step, Watch(parallel, mesh.device))
 
 
 def _same_data(data: Data, mesh: Mesh) -> None:
@@ -90,7 +93,8 @@ def _one_step(training: Training, number: int) -> Metrics:
 
     training.world.progress(number, "forward")
     with _counted(training):
-        sums = step.backward(number, mine)
+        with training.watch():
+            sums = step.backward(number, mine)
         training.world.progress(number, "update")
         lr = step.update(sums)
     seconds = perf_counter() - start

@@ -56,6 +56,7 @@ class Summary:
     layout: Mapping[str, Any]
     world: int
     peak_memory_bytes: list[int]
+    memory: list[Mapping[str, Any]]  # of each rank, see train/memory.py
     collectives: Mapping[str, Any]
     run_dir: str | None
     bigram_loss: float | None = None

@@ -62,6 +62,7 @@ class Step:
         self.pipeline = Pipeline(parallel.stages, mesh, parallel.states)
         self.tokens = torch.tensor(tokens_in(context_runs(run, mesh.layout, mesh.at.cp)))
         self.fixed = auxiliary_denominators(run.model, run.batch.global_size, run.batch.sequence)
+        self.auxiliary = (*self.fixed, *(("z_loss",) if run.model.z_loss else ()))
         self.loads = ExpertLoads(run, parallel.stages, mesh)
         self.schedule, self.evaluation = schedules(run, mesh.layout.dp)
         masters = parallel.states.masters()
@@ -87,7 +88,7 @@ class Step:
             sums["loss"] / max(sums["count"], 1),
             math.sqrt(sums["norm"]) / self.scale.value,
             round(sums["count"]),
-            {name: sums[name] / count for name, count in self.fixed.items()},
+            {name: sums[name] / (self.fixed.get(name) or max(sums["count"], 1)) for name in self.auxiliary},
             uses,
         )
 
@@ -161,7 +162,8 @@ class Step:
     def _over_world(self, norm_squared: Tensor) -> tuple[dict[str, float], dict[int, ExpertUse]]:
         """norm², loss, count and auxiliary losses of the world, and the use of experts: one reduction, read once."""
         # The tp ranks of a stage hold the same token losses; each routes tokens of its own.
-        alike = {"loss": self.mesh.layout.tp, "count": self.mesh.layout.tp, **dict.fromkeys(self.fixed, 1)}
+        tp = self.mesh.layout.tp
+        alike = {"loss": tp, "count": tp, **{name: 1 if name in self.fixed else tp for name in self.auxiliary}}
         shares = torch.zeros(1 + len(alike), dtype=torch.float64, device=self.mesh.device)
         shares[0] = norm_squared
         for stage in self.stages.values():
