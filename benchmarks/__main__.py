@@ -1,4 +1,4 @@
-"""`python -m benchmarks [one|dp|tp|pp] [--ranks N] [--rounds N]`: all contests, or those of one axis."""
+"""`python -m benchmarks [one|dp|tp|pp|zero] [--ranks N] [--rounds N]`: all contests, or those of one axis."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from benchmarks.contest import CONTESTS, Contest, hold
 from benchmarks.table import row, write_table
 from benchmarks.verdict import judge
-from benchmarks.work import TINY, Size
+from benchmarks.work import TINY
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parent / "docs" / "benchmarks.md"
@@ -27,8 +28,13 @@ def main() -> None:
     """Hold the contests asked for, write one result file each, and the table of all files into the docs."""
     asked = arguments()
     torch.set_num_threads(1)
-    size = TINY if asked.tiny else Size()
     for contest in chosen(asked):
+        if contest.needs is not None and find_spec(contest.needs) is None:
+            print(
+                f"{contest.key}: {contest.needs} is not installed, left out (requirements-peers.txt)", file=sys.stderr
+            )
+            continue
+        size = TINY if asked.tiny else contest.size
         print(f"{contest.key}: plait and {contest.peer}, load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
         result = judge(contest, hold(contest, size, asked.rounds, asked.steps), size, asked.steps)
         print(" | ".join(row(result)), flush=True)

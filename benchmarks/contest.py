@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import mean
 from time import perf_counter, process_time
 
@@ -18,10 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.floor import Pipes, floor
+from benchmarks.memory import peak_bytes
 from benchmarks.peers import SCHEDULES, DataParallel, Pipelining, PipeliningFloor, PlainFloor, PlainLoop, PlainShard
 from benchmarks.plait_side import plait
+from benchmarks.sharded_peers import DeepSpeed, FullySharded, ShardedFloor
 from benchmarks.tensor_peer import TensorParallel
-from benchmarks.work import Side, Size
+from benchmarks.work import WIDE, Side, Size
 from plait.parallel.launch import World, launch
 from plait.proof.compare import TOLERANCE, error
 
@@ -31,15 +33,21 @@ PIPELINE_MICRO_BATCHES = 8
 
 @dataclass(frozen=True)
 class Contest:
-    """Who meets: "plait" and "peer", and floors, whose names begin with "floor". `limits` are what is to be shown."""
+    """Who meets: "plait" and "peer", and floors, whose names begin with "floor"; then what is to be shown.
+
+    `needs` is a package that the peer is from, if it is not PyTorch. With `memory`, peaks are measured too.
+    """
 
     name: str
     title: str
     peer: str
     ranks: int
     sides: Mapping[str, MakeSide]
+    size: Size = field(default_factory=Size)
+    needs: str | None = None
     throughput: float = 1.0  # at least
     above_floor: float | None = None  # at most
+    memory: float | None = None  # at most
 
     @property
     def key(self) -> str:
@@ -51,11 +59,13 @@ class Turns:
     """What a contest measured, by side: seconds per step of each round, and how far gradients of step 1 were apart.
 
     `cpu_seconds` are those of all threads, the mean of the ranks: a busy machine disturbs them far less than the clock.
+    `peak_bytes` are by rank.
     """
 
     seconds: Mapping[str, list[float]]
     cpu_seconds: Mapping[str, list[float]]
     gradient_error: Mapping[str, float]
+    peak_bytes: Mapping[str, list[int]] = field(default_factory=dict)
 
 
 def one_process() -> Contest:
@@ -101,6 +111,29 @@ def pipeline(schedule: str) -> Callable[[int], Contest]:
     return contest
 
 
+def sharded(stage: int, peer: str) -> Callable[[int], Contest]:
+    def contest(ranks: int) -> Contest:
+        title, make, needs = SHARDED_PEERS[peer]
+        asked = {"dp": ranks, "zero": stage}
+        sides: dict[str, MakeSide] = {
+            "plait": _apart(plait(**asked)),
+            "peer": _apart(make(stage)),
+            "floor": floor(**asked),
+            "floor_plain": _apart(lambda size, world: ShardedFloor(size, world, stage)),
+        }
+        limits = {"above_floor": 0.7, "memory": 1.0}
+        return Contest(f"zero{stage}-{peer}", f"ZeRO {stage}", title, ranks, sides, WIDE, needs, **limits)
+
+    return contest
+
+
+# Name -> title, side by ZeRO stage, package.
+SHARDED_PEERS: Mapping[str, tuple[str, Callable[[int], Callable[[Size, World], Side]], str | None]] = {
+    "fsdp": ("FSDP2 `fully_shard`", lambda stage: FullySharded, None),
+    "deepspeed": ("DeepSpeed", lambda stage: lambda size, world: DeepSpeed(size, world, stage), "deepspeed"),
+}
+
+
 def _apart(make: Callable[[Size, World], Side]) -> MakeSide:
     """A side that needs no pipes."""
     return lambda size, world, _: make(size, world)
@@ -112,6 +145,7 @@ CONTESTS: Mapping[str, tuple[list[Callable[[int], Contest]], tuple[int, ...]]] =
     "dp": ([data_parallel], (2, 4)),
     "tp": ([tensor_parallel], (2, 4)),
     "pp": ([pipeline(schedule) for schedule in SCHEDULES], (2,)),
+    "zero": ([sharded(3, "fsdp"), *(sharded(stage, "deepspeed") for stage in (3, 2, 1))], (2, 4)),
 }
 
 
@@ -124,7 +158,9 @@ def hold(contest: Contest, size: Size, rounds: int, steps: int) -> Turns:
         pipes.close()
     seconds = {side: _by_round(max, [turns.seconds[side] for turns in everyone]) for side in contest.sides}
     cpu = {side: _by_round(mean, [turns.cpu_seconds[side] for turns in everyone]) for side in contest.sides}
-    return Turns(seconds, cpu, everyone[0].gradient_error)
+    measured = ("plait", "peer") if contest.memory is not None else ()
+    peaks = {side: peak_bytes(contest.ranks, contest.sides[side], size) for side in measured}
+    return Turns(seconds, cpu, everyone[0].gradient_error, peaks)
 
 
 def _by_round(combine: Callable[[Sequence[float]], float], ranks: list[list[float]]) -> list[float]:

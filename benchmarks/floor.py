@@ -4,7 +4,7 @@ What stays is the work: ranks, shards, micro-batches, schedule, the shapes of al
 of each tensor that would have been moved. What goes is moving it between processes and waiting for collectives.
 
 - A collective returns at once: an all-reduce is a copy, an all-gather is this rank's piece n times, an exchange is a
-  copy. Values are then wrong (nothing was summed), sizes and times are right.
+  copy of what would have been sent. Values are then wrong (nothing was summed), sizes and times are right.
 - A pipeline message becomes one byte through a pipe and a local copy. The byte is kept because waiting is part of the
   work: a stage cannot start before its neighbour is done, so the bubble and every dependency of the schedule stay.
   A pipe made before the fork costs a few microseconds and nothing of torch.distributed.
@@ -21,7 +21,7 @@ It replaces names of `plait.parallel.collectives` for the length of a step, here
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -74,6 +74,14 @@ class LocalOperators:
         return x.repeat(n, *[1] * (x.ndim - 1))
 
     @staticmethod
+    def all_gather_into_tensor_out(x: Tensor, n: int, handle: str, out: Tensor) -> Tensor:
+        return out.view(n, *x.shape).copy_(x)
+
+    @staticmethod
+    def reduce_scatter_tensor(x: Tensor, op: str, n: int, handle: str) -> Tensor:
+        return x[: x.shape[0] // n].clone()
+
+    @staticmethod
     def all_to_all_single(x: Tensor, received: list[int], sent: list[int], handle: str) -> Tensor:
         return x.clone()
 
@@ -113,6 +121,11 @@ class Local:
         sender, here = group.ranks[source], group.ranks[group.rank]
         return Transfer(into, [self.pipes.arrival(into, self._like(into), sender, here)])
 
+    def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], group: Group) -> list[Any]:
+        for peer, x in received.items():
+            x.copy_(sent[peer])
+        return []
+
     def _like(self, x: Tensor) -> Tensor:
         # Of ordinary size, neither zeros nor denormals, and made once.
         return self._kept.setdefault((x.shape, x.dtype), torch.full_like(x, 1e-3))
@@ -121,6 +134,7 @@ class Local:
     def instead(self) -> Iterator[None]:
         """Communication is replaced while entered."""
         stand_ins: dict[str, Any] = {name: getattr(self, name) for name in ("sum_in_place", "send", "receive")}
+        stand_ins["_exchange"] = self.exchange
         with mock.patch.multiple(comm, _op=LocalOperators, **stand_ins):
             yield
 

@@ -13,6 +13,13 @@ COLUMNS = (
     "time above the floor (plait / peer)", "rounds", "gradients differ by",
 )  # fmt: skip
 
+SHARDED_COLUMNS = (
+    "ZeRO", "ranks", "peer", "plait CPU ms", "peer CPU ms", "floor CPU ms", "CPU (peer / plait)",
+    "CPU above the floor (plait / peer)", "throughput (peer / plait)", "peak MiB (plait / peer)", "rounds", "load",
+    "gradients differ by",
+)  # fmt: skip
+MIB = 2**20
+
 
 def write_table(results: Path, document: Path) -> None:
     """Put the table of all result files between the document's two marks."""
@@ -23,15 +30,43 @@ def write_table(results: Path, document: Path) -> None:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Markdown: title, one row for each result, and what it ran on."""
-    lines = ["### Overhead on CPU", "", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-    lines += ["| " + " | ".join(row(result)) + " |" for result in results]
-    lines += ["", *sorted({origin(result) for result in results})]
-    return "\n".join(lines)
+    """Markdown: one row for each result, and what it ran on; contests of memory in a table of their own."""
+    lines = []
+    for title, columns, peaks in (("Overhead", COLUMNS, False), ("ZeRO: overhead and memory", SHARDED_COLUMNS, True)):
+        chosen = [result for result in results if bool(result.get("peak_bytes")) is peaks]
+        if chosen:
+            lines += [f"### {title} on CPU", "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+            lines += ["| " + " | ".join(row(result)) + " |" for result in chosen]
+            lines += ["", *sorted({origin(result) for result in chosen}), ""]
+    return "\n".join(lines).rstrip()
 
 
 def row(result: Mapping[str, Any]) -> list[str]:
     """The cells of one contest."""
+    return sharded_row(result) if result.get("peak_bytes") else timed_row(result)
+
+
+def sharded_row(result: Mapping[str, Any]) -> list[str]:
+    """CPU time and memory count: both are the side's own, whoever else uses the machine."""
+    times, cpu = result["cpu_milliseconds_per_rank"], result["cpu"]
+    peaks = {side: max(by_rank) / MIB for side, by_rank in result["peak_bytes"].items()}
+    return [
+        result["title"].removeprefix("ZeRO "),
+        str(result["ranks"]),
+        result["peer"],
+        *(f"{times[side]:.0f}" for side in ("plait", "peer", cpu["floor"])),
+        interval(cpu["throughput"]),
+        interval(cpu["above_floor"]),
+        interval(result["throughput"]),
+        f"{peaks['plait'] / peaks['peer']:.2f} ({peaks['plait']:.0f} / {peaks['peer']:.0f})",
+        str(result["rounds"]),
+        f"{result['machine']['load']:.0f}",
+        f"{max(result['gradient_error_of_step_1'].values()):.0e}",
+    ]
+
+
+def timed_row(result: Mapping[str, Any]) -> list[str]:
+    """Times by the clock."""
     times, floor = result["milliseconds"], result["floor"]
     beside = f" (tokens whole: {times['plait_whole']:.0f})" if "plait_whole" in times else ""
     return [

@@ -75,12 +75,28 @@ def judge(contest: Contest, turns: Turns, size: Size, steps: int) -> dict[str, A
         "floor": floor,
         "throughput": asdict(ratio(list(zip(seconds["peer"], seconds["plait"], strict=True)))),
         "above_floor": None if floor is None else asdict(ratio(_above(seconds, floor))),
-        "wanted": {"throughput_at_least": contest.throughput, "above_floor_at_most": contest.above_floor},
+        "cpu": _of_processor(turns),
+        "peak_bytes": {side: list(by_rank) for side, by_rank in turns.peak_bytes.items()},
+        "wanted": {"throughput_at_least": contest.throughput, "above_floor_at_most": contest.above_floor,
+                   "memory_at_most": contest.memory},
         "milliseconds_by_round": {side: [1e3 * t for t in times] for side, times in seconds.items()},
+        "cpu_milliseconds_by_round": {side: [1e3 * t for t in times] for side, times in turns.cpu_seconds.items()},
         "machine": machine(),
         "versions": {"plait": plait.__version__, "torch": torch.__version__, "numpy": np.__version__,
                      "python": platform.python_version()},
     }  # fmt: skip
+
+
+def _of_processor(turns: Turns) -> dict[str, Any]:
+    """The same figures in CPU seconds: what a machine that others use at the same time can still tell."""
+    seconds = turns.cpu_seconds
+    floors = [side for side in seconds if side.startswith("floor")]
+    floor = min(floors, key=lambda side: median(seconds[side]), default=None)
+    return {
+        "floor": floor,
+        "throughput": asdict(ratio(list(zip(seconds["peer"], seconds["plait"], strict=True)))),
+        "above_floor": None if floor is None else asdict(ratio(_above(seconds, floor))),
+    }
 
 
 def _above(seconds: Mapping[str, Sequence[float]], floor: str) -> list[tuple[float, float]]:

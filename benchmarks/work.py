@@ -14,7 +14,7 @@ from plait.models.decoder import Decoder
 from plait.models.init import initialise
 from plait.models.where import Where
 from plait.spec.model import ModelSpec
-from plait.spec.run import BatchSpec, LayoutSpec, OptimSpec, RunSpec, ScheduleSpec, TrainSpec
+from plait.spec.run import BatchSpec, LayoutSpec, OptimSpec, RunSpec, ScheduleSpec, TrainSpec, ZeroSpec
 
 # Clipping is off on all sides. plait still computes the global gradient norm and sums loss and label count over the
 # world in each step, as it always does; the peers are spared both.
@@ -55,7 +55,7 @@ class Size:
             max_sequence=self.sequence, kv_heads=self.heads, head_dim=self.head_dim,
         )  # fmt: skip
 
-    def run(self, micro_batches: int = 1, schedule: str = "1f1b", **layout: Any) -> RunSpec:
+    def run(self, micro_batches: int = 1, schedule: str = "1f1b", zero: int = 0, **layout: Any) -> RunSpec:
         """The run on a layout, each data-parallel rank's rows in so many micro-batches."""
         micro_size = self.rows // (layout.get("dp", 1) * micro_batches)
         return RunSpec(
@@ -63,6 +63,7 @@ class Size:
             layout=LayoutSpec(**layout),
             schedule=ScheduleSpec(name=schedule),
             batch=BatchSpec(global_size=self.rows, micro_size=micro_size, sequence=self.sequence),
+            zero=ZeroSpec(stage=zero),
             optim=OPTIM,
             train=TrainSpec(steps=10**6),
         )
@@ -76,6 +77,10 @@ class Size:
 
 
 TINY = Size(hidden=64, layers=4, heads=4, ffn=96, vocab=96, rows=8, sequence=16, head_dim=16)
+
+# Many weights for few tokens: 64 for each of 4 ranks. A GPU computes, for each byte that its network moves meanwhile,
+# a hundred times as much as a core does beside gloo; so few tokens here weigh weights as thousands weigh them there.
+WIDE = Size(hidden=512, heads=8, ffn=1376, rows=4, sequence=64, head_dim=64)
 
 
 def decoder(size: Size) -> Decoder:

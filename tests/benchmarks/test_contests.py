@@ -4,13 +4,15 @@ from dataclasses import replace
 from time import perf_counter, sleep
 
 import pytest
+import torch
 
 from benchmarks.contest import CONTESTS, hold
 from benchmarks.floor import Floor, Pipes
+from benchmarks.memory import peak_bytes
 from benchmarks.peers import PipeliningFloor, PlainLoop
 from benchmarks.plait_side import Plait
 from benchmarks.tensor_peer import llama_names
-from benchmarks.work import TINY
+from benchmarks.work import TINY, Size
 from plait.parallel.launch import World, launch
 from plait.parallel.traffic import TrafficCounter
 from plait.spec.errors import RankFailed
@@ -18,6 +20,9 @@ from plait.spec.errors import RankFailed
 KINDS = [(name, contest) for name, (made, _) in CONTESTS.items() for contest in made]
 SPLITS = {
     "dp": {"dp": 2},
+    "zero 1": {"dp": 2, "zero": 1},
+    "zero 2": {"dp": 2, "zero": 2},
+    "zero 3": {"dp": 2, "zero": 3},
     "tp": {"tp": 2},
     "tp, sequence": {"tp": 2, "sequence_parallel": True},
     "pp": {"pp": 2, "micro_batches": 4},
@@ -26,10 +31,13 @@ SPLITS = {
 
 @pytest.mark.parametrize("contest", [make(1 if name == "one" else 2) for name, make in KINDS], ids=lambda c: c.key)
 def test_both_sides_have_equal_gradients(contest):
+    if contest.needs is not None:
+        pytest.importorskip(contest.needs, reason="an optional peer: benchmarks/requirements-peers.txt")
     turns = hold(contest, TINY, rounds=1, steps=1)
     assert max(turns.gradient_error.values()) <= 1e-5
     assert set(turns.gradient_error) == {s for s in contest.sides if s != "peer" and not s.startswith("floor")}
     assert all(len(times) == 1 and times[0] > 0 for times in turns.seconds.values())
+    assert set(turns.peak_bytes) == ({"plait", "peer"} if contest.memory is not None else set())
 
 
 def test_a_side_that_computes_something_else_is_refused():
@@ -54,6 +62,24 @@ def test_a_floor_sends_nothing_that_plait_sends(split):
 
     assert launch(2, sent, threads=1) == [(True, False)] * 2
     pipes.close()
+
+
+def test_peak_memory_is_what_a_side_adds_at_its_highest_moment():
+    mib = 2**20
+
+    class Hungry:
+        def __init__(self, size):
+            self.held = torch.ones(8 * mib // 4)
+            self.asked = 0 if size is TINY else 32 * mib // 4
+
+        def backward(self):
+            torch.ones(self.asked)
+
+        def update(self):
+            pass
+
+    peaks = peak_bytes(2, lambda size, world, pipes: Hungry(size), Size())
+    assert all(39.5 * mib <= peak <= 42 * mib for peak in peaks)
 
 
 @pytest.mark.parametrize("made_by", ["plait", "peer"])

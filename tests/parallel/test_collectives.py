@@ -42,6 +42,24 @@ def test_functional_pairs_are_their_definitions_along_the_sequence() -> None:
         assert torch.equal(highest, torch.stack(pieces).amax(0))
 
 
+def test_shards_of_a_sum_and_the_whole_of_shards_are_their_definitions() -> None:
+    """Flat buffers; a shard may stand by itself or already be in its place."""
+
+    def run(rank: int, world: int) -> list[Tensor]:
+        group = Mesh(Layout(dp=SIZE)).group("dp")
+        flat = piece(rank).flatten()
+        summed = comm.sum_to_shards(flat.clone(), group).wait()
+        apart = comm.gather_shards(torch.zeros(60), summed, group).wait()
+        inside = torch.zeros(60)
+        place = inside.chunk(SIZE)[rank].copy_(summed)
+        return [summed, apart, comm.gather_shards(inside, place, group).wait()]
+
+    total = torch.stack([piece(rank) for rank in range(SIZE)]).sum(0).flatten()
+    for rank, (summed, apart, inside) in enumerate(on_ranks(SIZE, run)):
+        assert torch.equal(summed, total.chunk(SIZE)[rank])
+        assert torch.equal(apart, total) and torch.equal(inside, total)
+
+
 def test_a_group_of_one_is_the_identity_and_asks_torch_for_nothing() -> None:
     x = piece(0)
     assert comm.finish_all_gather(comm.start_all_gather(x, ALONE), ALONE) is x

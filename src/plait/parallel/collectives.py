@@ -23,7 +23,7 @@ Inside a block the start/finish pairs are functional operators, which torch.comp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -62,6 +62,11 @@ class Group:
     def scatters_by_exchange(self) -> bool:
         """gloo's reduce-scatter is an all-reduce inside and sends twice; exchanging pieces and adding sends once."""
         return self.backend == "gloo"
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether buffers travel as messages. gloo's all-gather and all-to-all copy everything once more than these."""
+        return self.backend == "gloo" and self.device == "cpu"
 
 
 # --- functional pairs over one dim ---------------------------------------------------------------------------------
@@ -212,22 +217,22 @@ def read(x: Tensor) -> list[float]:
 
 @dataclass(slots=True)
 class Transfer:
-    """Asynchronous work on a tensor that must stay alive and untouched until `wait`.
+    """Asynchronous work on a tensor that must stay alive and untouched until `wait`, which adds `terms` to it.
 
-    `terms` equal parts of the tensor are added up then; `source` is kept alive as long.
+    `source` is kept alive as long.
     """
 
     tensor: Tensor
     works: list[Any]
-    terms: int = 1
+    terms: Sequence[Tensor] = ()
     source: Tensor | None = None
 
     def wait(self) -> Tensor:
         for work in self.works:
             work.wait()
-        self.works, self.source = [], None
-        if self.terms > 1:
-            self.tensor, self.terms = self.tensor.view(self.terms, -1).sum(0), 1
+        for term in self.terms:
+            self.tensor.add_(term)
+        self.works, self.terms, self.source = [], (), None
         return self.tensor
 
 
@@ -252,11 +257,13 @@ def sum_to_shards(x: Tensor, group: Group) -> Transfer:
     """Begin to sum flat x (n·L,) over n ranks, each to get its part (L,). In a group of one the result is x itself."""
     if group.size == 1:
         return Transfer(x, [])
-    n = group.size
-    if group.scatters_by_exchange:
-        received = _op.all_to_all_single(x, [x.numel() // n] * n, [x.numel() // n] * n, group.handle)
-        return Transfer(received, [_Pending(received)], terms=n, source=x)
-    part = _op.reduce_scatter_tensor(x, "sum", n, group.handle)
+    if group.exchanges:
+        pieces = x.view(group.size, -1)
+        received = {peer: torch.empty_like(pieces[0]) for peer in _others(group)}
+        works = _exchange({peer: pieces[peer] for peer in received}, received, group)
+        first, *terms = received.values()
+        return Transfer(first, works, [*terms, pieces[group.rank]], source=x)
+    part = _op.reduce_scatter_tensor(x, "sum", group.size, group.handle)
     return Transfer(part, [_Pending(part)], source=x)
 
 
@@ -264,8 +271,25 @@ def gather_shards(into: Tensor, part: Tensor, group: Group) -> Transfer:
     """Begin to fill flat `into` (n·L,) with the parts (L,) of all ranks; `part` may be this rank's place in it."""
     if group.size == 1:
         return Transfer(into if into.data_ptr() == part.data_ptr() else into.copy_(part), [])
+    if group.exchanges:
+        pieces = into.view(group.size, -1)
+        works = _exchange(dict.fromkeys(_others(group), part), {peer: pieces[peer] for peer in _others(group)}, group)
+        if part.untyped_storage()._cdata != into.untyped_storage()._cdata:
+            pieces[group.rank].copy_(part)
+        return Transfer(into, works, source=part)
     _op.all_gather_into_tensor_out(part, group.size, group.handle, out=into)
     return Transfer(into, [_Pending(into)], source=part)
+
+
+def _others(group: Group) -> list[int]:
+    """The other ranks, the next one first: no two ranks begin with the same peer."""
+    return [(group.rank + step) % group.size for step in range(1, group.size)]
+
+
+def _exchange(sent: Mapping[int, Tensor], received: Mapping[int, Tensor], group: Group) -> list[Any]:
+    """Begin to send one contiguous tensor to each peer, and to receive one from each."""
+    receives = [dist.irecv(x, group=group.process_group, group_src=peer) for peer, x in received.items()]
+    return receives + [dist.isend(x, group=group.process_group, group_dst=peer) for peer, x in sent.items()]
 
 
 def send(x: Tensor, group: Group, to: int) -> Transfer:
