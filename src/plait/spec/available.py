@@ -16,8 +16,6 @@ from plait.spec.run import RunSpec
 NOT_YET: tuple[tuple[str, Callable[[Any, RunSpec], bool], str], ...] = (
     ("layout.mode", lambda value, run: value == "auto", "'manual'"),
     ("recompute.mode", lambda value, run: value != "none", "'none'"),
-    ("train.resume", lambda value, run: value is not None, ""),
-    ("checkpoint.every", lambda value, run: value > 0, "0"),
 )
 
 
