@@ -96,7 +96,7 @@ def expected(run: RunSpec) -> Traffic:
         buffers += min(pp, 2) if model.tied else 0  # a tied table has a buffer of its own, on first and last stage
         found.add("dp", "all_reduce", dp * tp * buffers, 2 * held * FLOAT * (dp - 1))
         found.all_reduce("dp", dp, LONG, tp * pp)  # label counts
-    found.all_reduce("world", tp * pp * dp, 3 * DOUBLE)  # norm, loss and count
+    found.all_reduce("world", tp * pp * dp, 4 * DOUBLE)  # norm, loss, count, and whether to stop
     return found.as_traffic()
 
 

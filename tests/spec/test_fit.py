@@ -191,8 +191,6 @@ def test_an_impossible_model_is_named_and_what_follows_from_it_is_not() -> None:
     "asked",
     [
         ("layout.mode=auto", "layout.dp=1"),
-        ("train.resume=runs/a",),
-        ("checkpoint.every=10",),
     ],
 )
 def test_what_this_version_lacks_is_refused_by_name(asked: tuple[str, ...]) -> None:

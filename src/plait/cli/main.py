@@ -1,7 +1,7 @@
 """The command `plait`: finds the command asked for, imports that one only, and turns exceptions into exit codes.
 
 Nothing here may import torch, numpy or a package of plait beyond the exceptions: `plait --help` answers at once. Exit
-codes: 0 well, 1 failed, 2 the user's mistake, 130 interrupted.
+codes: 0 well, 1 failed, 2 the user's mistake, 3 training stopped itself, 128 + n stopped by signal n (130: Ctrl-C).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COMMANDS = {
 }
 # What this version does not have yet; a row goes when its mechanism comes.
 LATER_COMMANDS = ("convert",)
-LATER_FLAGS = {"train": ("--from", "--restarts")}
+LATER_FLAGS = {"train": ("--from",)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -63,6 +63,11 @@ def with_options(command: Callable[[Any], None], options: type[Any]) -> Callable
     return run
 
 
+def changed_by(words: Sequence[str] | None) -> frozenset[str]:
+    """The keys that the words override."""
+    return frozenset(word.partition("=")[0] for word in words or () if _OVERRIDE.match(word))
+
+
 def to_json(value: Any) -> str:
     """One JSON document; what is not finite is null, since JSON has no infinity."""
 

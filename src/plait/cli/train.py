@@ -8,16 +8,20 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plait.cli.run import Json, Words, need_torch, read_run, to_json
-from plait.spec.errors import UsageError
+from plait.cli.run import Json, Words, changed_by, need_torch, read_run, to_json
+from plait.spec.errors import RankFailed, UsageError
 from plait.spec.fit import fit
 from plait.spec.load import dump
 from plait.spec.run import RunSpec
+
+if TYPE_CHECKING:
+    from plait.train.metrics import Summary
 
 MOST_UNASKED = 64  # local ranks
 
@@ -28,9 +32,16 @@ def train(
         int | None,
         typer.Option(min=1, metavar="N", help="Local processes; default: the product of the axes.", show_default=False),
     ] = None,
+    restarts: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Start failed local ranks again, from the newest checkpoint.")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Train a model on any split. Under torchrun the same command joins the job that is there."""
+    """Train a model on any split. Under torchrun the same command joins the job that is there.
+
+    Exit codes: 0 done, 1 a rank failed, 2 a mistake in what was asked, 3 training stopped itself (a loss that is not
+    finite), 130 and 143 stopped and saved after Ctrl-C and SIGTERM.
+    """
     run = read_run(words)
     world = (
         int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else nproc
@@ -42,21 +53,51 @@ def train(
             f"start it under torchrun, or insist with --nproc {layout.world}",
         )
     need_torch("plait train")
-    from plait.parallel.launch import launch
     from plait.parallel.world import device_kind, joined_world, run_here
     from plait.train.job import closing
     from plait.train.job import train as train_rank
 
     device = device_kind(run.train.device)
     joined = joined_world(device)
+    if joined is not None and restarts:
+        raise UsageError("--restarts starts local ranks again, and these are torchrun's", "torchrun --max-restarts")
     first = joined is None or joined.rank == 0
     folder = _make_folder(run) if first else None
+    changes = changed_by(words)
     if joined is not None:
-        summary = run_here(joined, train_rank, run, folder)
+        summary = run_here(joined, train_rank, run, folder, changes)
     else:
-        summary = launch(layout.world, train_rank, run, folder, device=device)[0]
+        summary = _launch(Job(run, layout.world, folder, changes, device), restarts)
     if summary is not None:
         print(to_json(summary.as_dict()) if as_json else "\n".join(closing(summary)))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is started, and started again, on local ranks."""
+
+    run: RunSpec
+    world: int
+    folder: Path | None
+    changes: frozenset[str]
+    device: str
+
+
+def _launch(job: Job, restarts: int) -> Summary | None:
+    """The job on forked ranks; one that failed goes on from its newest checkpoint, `restarts` times at most."""
+    from plait.parallel.launch import launch
+    from plait.train.job import train as train_rank
+
+    again = job.run.train.model_copy(update={"resume": "auto", "run_dir": str(job.folder)})
+    for failures in range(restarts + 1):
+        run = job.run if failures == 0 else job.run.model_copy(update={"train": again})
+        try:
+            return launch(job.world, train_rank, run, job.folder, job.changes, device=job.device)[0]
+        except RankFailed as error:
+            if failures == restarts or error.exit_code != RankFailed.exit_code:
+                raise
+            print(f"{error.message}: restart {failures + 1} of {restarts}", file=sys.stderr, flush=True)
+    raise AssertionError("a launch returns or raises")
 
 
 def _make_folder(run: RunSpec) -> Path:
@@ -67,8 +108,9 @@ def _make_folder(run: RunSpec) -> Path:
     while given is None and folder.exists():
         number += 1
         folder = stem.with_name(f"{stem.name}-{number}")
-    if (folder / "metrics.jsonl").exists():
-        raise UsageError(f"train.run_dir: {folder} already holds a run", "name another directory, or remove it")
+    if run.train.resume is None and (folder / "metrics.jsonl").exists():
+        hint = "train.resume=auto goes on with it; else name another directory, or remove it"
+        raise UsageError(f"train.run_dir: {folder} already holds a run", hint)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "run.toml").write_text(dump(run), encoding="utf-8")

@@ -27,9 +27,10 @@ POINTS = (
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, and where: on `rank`, in `step` (as the trainer counts), when it comes to the point `at`."""
+    """What goes wrong, and where: on `rank` (None: on all), in `step` (as the trainer counts), when it comes to the
+    point `at`."""
 
-    rank: int
+    rank: int | None
     step: int
     at: str
     kind: str
@@ -70,7 +71,7 @@ def strike(rank: int, step: int, at: str) -> None:
     if VARIABLE not in os.environ:
         return
     fault = planned()
-    if fault is not None and (fault.rank, fault.step, fault.at) == (rank, step, at):
+    if fault is not None and fault.rank in (rank, None) and (fault.step, fault.at) == (step, at):
         KINDS[fault.kind]()
 
 
@@ -90,7 +91,8 @@ def parse(text: str) -> Fault:
     for key, allowed in (("at", POINTS), ("kind", tuple(KINDS))):
         if fields[key] not in allowed:
             raise UsageError(f"{VARIABLE}: {key}={fields[key]} is not one of {', '.join(allowed)}")
-    for key in ("rank", "step"):
+    every = fields["rank"] == "all"
+    for key in ("step",) if every else ("rank", "step"):
         if not (fields[key].isascii() and fields[key].isdigit()):
             raise UsageError(f"{VARIABLE}: {key}={fields[key]} is not a whole number from 0")
-    return Fault(int(fields["rank"]), int(fields["step"]), fields["at"], fields["kind"])
+    return Fault(None if every else int(fields["rank"]), int(fields["step"]), fields["at"], fields["kind"])

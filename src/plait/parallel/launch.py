@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import math
 import mmap
 import os
 import pickle
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import IO, Any, TypeVar, TypeVarTuple
 
 import torch
@@ -31,7 +33,7 @@ import torch.distributed as dist
 from plait.parallel import faults
 from plait.parallel.outcome import Failure, Origin, Success, death_of, failure_of
 from plait.parallel.world import BACKENDS, Mark, World, joined_world, on_device, run_here
-from plait.spec.errors import PlaitError, RankFailed, UsageError
+from plait.spec.errors import Interrupted, PlaitError, RankFailed, UsageError
 
 __all__ = ["World", "joined_world", "launch", "run_here"]
 
@@ -41,7 +43,8 @@ Ts = TypeVarTuple("Ts")
 TICK_S = 0.1  # a death without a closed pipe (a grandchild may hold it) is seen at the latest after this
 SETTLE_S = 0.2  # after a failure: an earlier one may still be on its way to us
 FOLLOWER_WAIT_S = 3.0  # after a lost peer: the peer's own failure must come
-LEAVE_S = 2.0  # to end by itself when asked to, before it is killed
+LEAVE_S = 2.0  # to end by itself when its work is done, before it is killed
+GRACE_S = 30.0  # to save and leave after SIGTERM or Ctrl-C; what torchrun gives too
 
 _LENGTH = struct.Struct("=Q")
 
@@ -108,7 +111,8 @@ def launch(
         with _interrupts_held():
             for _ in range(world):
                 job.fork(lambda rank: target(job.join(rank, device, threads), *args))
-        return job.wait(timeout_s)
+        with _signals_to(job.heed):
+            return job.wait(timeout_s)
     finally:
         job.end()
 
@@ -123,6 +127,8 @@ class _Job:
         self._leave, self._stay = os.pipe()  # ranks stay until the parent's end is closed
         self._meeting, self._meeting_path = _open_meeting()
         self._parent = os.getpid()
+        self._asked = 0  # the signal that asked the job to stop
+        self._patience = math.inf  # until then (monotonic) ranks that were asked to stop may go on
 
     def join(self, rank: int, device: str, threads: int | None) -> World:
         """In a child: take its share of the cores and meet the others."""
@@ -167,18 +173,18 @@ class _Job:
                 self._note_deaths()
                 if timeout_s is not None and self._idle_s() > timeout_s:
                     raise self._stalled(timeout_s)
+                if time.monotonic() > self._patience:
+                    raise Interrupted(self._asked, f"ranks were asked to stop, and have not within {GRACE_S:g} s", "")
         if any(isinstance(r.outcome, Failure) for r in self._ranks):
             raise self._failed()
         return [r.outcome.value for r in self._ranks if isinstance(r.outcome, Success)]
 
     def end(self) -> None:
-        """Let every child go, and see to it: asked by the closed pipe, then by SIGTERM, then killed."""
+        """Let every child go, and see to it: by the closed pipe, then killed: SIGTERM may only ask to stop."""
         os.close(self._stay)
         try:
             if all(isinstance(r.outcome, Success) for r in self._ranks):
                 self._gone(LEAVE_S)
-            self._signal(signal.SIGTERM)
-            self._gone(LEAVE_S)
         finally:
             self._signal(signal.SIGKILL)
             self._gone(10.0)
@@ -187,6 +193,19 @@ class _Job:
             for rank in self._ranks:
                 os.close(rank.pipe)
                 rank.trace.close()
+
+    def heed(self, number: int, frame: FrameType | None) -> None:
+        """A signal to the job. The first one asks ranks that heed it to stop, and a second Ctrl-C ends them at once."""
+        again = self._asked > 0
+        self._asked = number
+        if not again and self._ranks and all(r.mark.heeding for r in self._ranks):
+            self._patience = time.monotonic() + GRACE_S
+            self._signal(signal.SIGTERM)
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        elif not again:  # there is nothing to save: end as by any signal, and the ranks with us
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def _note_deaths(self) -> None:
         """A child that is gone has failed by that, if by nothing else: all stay until the last is done."""
@@ -212,11 +231,14 @@ class _Job:
         failures = {i: r.outcome for i, r in enumerate(self._ranks) if isinstance(r.outcome, Failure)}
         order = sorted(failures, key=lambda i: (failures[i].origin, failures[i].moment))
         first, standing = order[0], self._ranks[order[0]].mark.read()
-        if failures[first].exit_code == UsageError.exit_code:
+        code = failures[first].exit_code
+        if code == UsageError.exit_code:
             return UsageError(failures[first].cause, failures[first].trace)
+        if code > 128:
+            return Interrupted(self._asked or code - 128, failures[first].cause, failures[first].trace)
         lines = [f"rank {first} was at {standing}", failures[first].trace.rstrip()]
         lines += [f"followed by rank {i}, {self._ranks[i].mark.read()}: {failures[i].cause}" for i in order[1:]]
-        return RankFailed(first, standing.step, failures[first].cause, "\n".join(filter(None, lines)))
+        return RankFailed(first, standing.step, failures[first].cause, "\n".join(filter(None, lines)), code)
 
     def _stalled(self, timeout_s: float) -> RankFailed:
         """Name the rank that is furthest behind, and say where each one stands."""
@@ -281,6 +303,19 @@ def _settle_child(parent: int, trace: IO[bytes]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     faulthandler.enable(trace, all_threads=False)
     faulthandler.register(signal.SIGUSR1, trace, all_threads=False)
+
+
+@contextmanager
+def _signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM go to the handler, but those that this process ignores; only the main thread can say so."""
+    mine = threading.current_thread() is threading.main_thread()
+    heard = [n for n in (signal.SIGINT, signal.SIGTERM) if mine and signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 @contextmanager

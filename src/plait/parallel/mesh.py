@@ -5,6 +5,7 @@ It decides nothing: which ranks form a group is the layout's arithmetic.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -44,6 +45,10 @@ class Mesh:
         if key not in self._groups:
             self._groups[key] = self._make(name, key)
         return self._groups[key]
+
+    def group_on_cpu(self, name: str, purpose: str) -> Group:
+        """The same for tensors on the CPU, whatever the device."""
+        return replace(self.group(name, purpose), device="cpu", backend="gloo")
 
     def axes(self) -> dict[str, str]:
         """torch's name of each group made so far -> the axis under which its traffic is reported."""

@@ -47,7 +47,8 @@ class Success:
 class Failure:
     """What ended one rank; `moment` in monotonic seconds, which all processes of a machine share.
 
-    An error of plait's own keeps its exit code, and its hint stands where others have a traceback.
+    An error of plait's own keeps its exit code (above 128: a run that was asked to stop, and has), and its hint stands
+    where others have a traceback.
     """
 
     origin: Origin

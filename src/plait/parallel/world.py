@@ -54,19 +54,31 @@ class Standing(NamedTuple):
 class Mark:
     """A rank's own few bytes, in memory that outlives it: where a killed rank stood can still be read."""
 
-    _format = struct.Struct("=qd32s")
+    _format = struct.Struct("=qd32s?")
     size = _format.size
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
+        self._heeds = False
         self.set(None, "start")
 
     def set(self, step: int | None, phase: str) -> None:
         """Overwrite the mark; `phase` keeps its first 32 bytes."""
-        self._format.pack_into(self._memory, 0, -1 if step is None else step, time.monotonic(), phase.encode())
+        number = -1 if step is None else step
+        self._format.pack_into(self._memory, 0, number, time.monotonic(), phase.encode(), self._heeds)
+
+    def heeds(self, does: bool) -> None:
+        """Say whether SIGTERM asks this rank to stop when it can, instead of ending it."""
+        self._heeds = does
+        self._format.pack_into(self._memory, 0, *self._format.unpack_from(self._memory)[:3], does)
+
+    @property
+    def heeding(self) -> bool:
+        """What the rank said last of that."""
+        return bool(self._format.unpack_from(self._memory)[3])
 
     def read(self) -> Standing:
-        step, since, phase = self._format.unpack_from(self._memory)
+        step, since, phase, _ = self._format.unpack_from(self._memory)
         return Standing(None if step < 0 else step, phase.rstrip(b"\0").decode(errors="ignore"), since)
 
 

@@ -71,18 +71,31 @@ class DataError(UsageError):
 class RankFailed(PlaitError):
     """A local job ended because one rank failed: `rank`, `step` and `cause` of the first to fail.
 
-    `details` are lines for whoever looks for the reason: where it stood, its traceback, and who followed.
+    `details` are lines for whoever looks for the reason: where it stood, its traceback, and who followed. The exit code
+    is the rank's, where plait's own error ended it.
     """
 
-    def __init__(self, rank: int, step: int | None, cause: str, details: str = "") -> None:
+    def __init__(self, rank: int, step: int | None, cause: str, details: str = "", exit_code: int = 1) -> None:
         where = f"rank {rank}" + (f", step {step}" if step is not None else "")
         super().__init__(f"{where}: {cause}", details)
         self.rank, self.step, self.cause, self.details = rank, step, cause, details
-        self.hint = ""
+        self.hint, self.exit_code = "", exit_code
 
 
 class TrainingStopped(PlaitError):
     """Training met a state it must not go on from (a loss or gradient that is not finite); all ranks stop together."""
+
+    exit_code = 3
+
+
+class Interrupted(PlaitError):
+    """A run was asked to stop by signal `number`, and has: exit code 128 + number."""
+
+    exit_code = 130
+
+    def __init__(self, number: int, message: str, hint: str = "train.resume=auto goes on from there") -> None:
+        super().__init__(message, hint)
+        self.exit_code = 128 + number
 
 
 class BrokenCheckpoint(PlaitError):

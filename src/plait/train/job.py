@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from plait.schedule import Span, Timeline
 from plait.schedule.trace import trace
 from plait.spec.run import RunSpec
 from plait.spec.units import format_bytes, format_count
+from plait.train.keep import heeding_signals, keeping
 from plait.train.loop import Training, prepare, train_steps
 from plait.train.memory import in_words
 from plait.train.metrics import Metrics, Summary, peak_memory
@@ -30,14 +32,22 @@ from plait.train.sinks import Sink, open_sinks
 PROMPT = "def "  # what a sample begins with
 
 
-def train(world: World, run: RunSpec, folder: Path | None) -> Summary | None:
-    """Train on this rank of the world; rank 0 gets the summary. `folder` is the run's directory, made already."""
-    training = prepare(run, world)
+def train(world: World, run: RunSpec, folder: Path | None, changes: frozenset[str] = frozenset()) -> Summary | None:
+    """Train on this rank of the world; rank 0 gets the summary. `folder` is the run's directory, made already.
+
+    `changes` are the keys that may differ from those of the run that is resumed. Raises Interrupted once a run that was
+    asked to stop is saved.
+    """
+    training = prepare(run, world, changes)
     if world.rank == 0:
         for line in _opening(training):
             print(line, file=sys.stderr, flush=True)
     history: list[Metrics] = []
-    with _sinks(training, folder) as sinks:
+    with (
+        keeping(run, training.mesh, folder, training.data.fingerprint) as training.keeper,
+        _sinks(training, folder) as sinks,
+        heeding_signals(training.step, world),
+    ):
         for metrics in train_steps(training):
             history.append(metrics)
             for sink in sinks:
@@ -51,7 +61,7 @@ def _sinks(training: Training, folder: Path | None) -> Iterator[list[Sink]]:
     if training.world.rank > 0:
         yield []
         return
-    with open_sinks(training.run, folder) as sinks:
+    with open_sinks(training.run, folder, training.done) as sinks:
         yield sinks
 
 
@@ -69,6 +79,7 @@ def _opening(training: Training) -> list[str]:
         data.summary,
         *data.notices,
         *([repetition] if repetition else []),
+        *training.notices,
     ]
 
 
@@ -97,12 +108,13 @@ def _summary(training: Training, history: list[Metrics], folder: Path | None) ->
     if mesh.rank > 0:
         return None
     steady = history[1:] or history  # the first step is counted and warms up
+    evaluated = history[-1].eval_loss if history else None
     return Summary(
-        steps=len(history),
-        loss_first=history[0].loss,
-        loss_last=history[-1].loss,
-        eval_loss=history[-1].eval_loss,
-        tokens_per_second=len(steady) / sum(1 / m.tokens_per_second for m in steady),
+        steps=training.done + len(history),
+        loss_first=history[0].loss if history else math.nan,
+        loss_last=history[-1].loss if history else math.nan,
+        eval_loss=evaluated,
+        tokens_per_second=len(steady) / sum(1 / m.tokens_per_second for m in steady) if history else math.nan,
         parameters=run.model.parameter_count(),
         layout=mesh.layout.model_dump(),
         world=mesh.layout.world,
@@ -110,7 +122,7 @@ def _summary(training: Training, history: list[Metrics], folder: Path | None) ->
         memory=[rank["memory"] for rank in ranks],
         collectives=training.traffic or {},
         run_dir=None if folder is None else str(folder),
-        bigram_loss=training.data.bigram() if history[-1].eval_loss is not None else None,
+        bigram_loss=training.data.bigram() if evaluated is not None else None,
         sample=text,
     )
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from plait.data import Data, batch, batches_in, open_data, rows_of
 from plait.models.decoder import Decoder
@@ -17,19 +20,26 @@ from plait.parallel.mesh import Mesh
 from plait.parallel.parallelize import Parallel, parallelize
 from plait.parallel.traffic import Traffic, TrafficCounter, total
 from plait.parallel.world import World, device_kind, joined_world, on_device
-from plait.spec.errors import DataError
+from plait.placement.cuts import Rectangle
+from plait.spec.errors import DataError, TrainingStopped, UsageError
 from plait.spec.fit import fit
 from plait.spec.flops import flops_per_token
+from plait.spec.model import TensorSpec
 from plait.spec.run import RunSpec
+from plait.train.keep import Keeper, keeping
 from plait.train.memory import Watch
 from plait.train.metrics import Metrics, peak_flops
+from plait.train.resume import Resumed, places, resume
 from plait.train.step import Step
 
 
 @dataclass
 class Training:
-    """A run that is ready to step on this rank. `traffic`, and what `watch` counts, are known once the first step
-    is done."""
+    """A run that is ready to step on this rank, after step `done`.
+
+    `traffic`, and what `watch` counts, are known once the first step is done; `keeper` saves it, where it is to be
+    saved; `notices` are what its start has to tell.
+    """
 
     run: RunSpec
     world: World
@@ -38,18 +48,29 @@ class Training:
     parallel: Parallel
     step: Step
     watch: Watch
+    done: int = 0
+    notices: tuple[str, ...] = ()
+    keeper: Keeper | None = None
     traffic: Traffic | None = None
 
 
-def prepare(run: RunSpec, world: World) -> Training:
-    """Everything that a run needs, on this rank."""
+def prepare(run: RunSpec, world: World, changes: frozenset[str] = frozenset()) -> Training:
+    """Everything that a run needs, on this rank; where it goes on, `changes` are keys that may differ since."""
     layout = fit(run, world.size, node=world.local_size)
     mesh = Mesh(layout, world.device)
     data = open_data(run.data, run.batch.sequence, run.train.seed, run.model.vocab)
     _same_data(data, mesh)
-    parallel = parallelize(Decoder(run.model), mesh, run)
+    paths, notices = places(run, mesh.group("world"))
+    parallel = parallelize(Decoder(run.model), mesh, run, _nothing if paths else None)
     step = Step(run, mesh, parallel)
-    return Training(run, world, mesh, data, parallel, step, Watch(parallel, mesh.device))
+    at = resume(step, paths, data.fingerprint, changes) if paths else Resumed(0, ())
+    watch = Watch(parallel, mesh.device)
+    return Training(run, world, mesh, data, parallel, step, watch, at.step, (*notices, *at.notices))
+
+
+def _nothing(tensor: TensorSpec, rectangle: Rectangle) -> Tensor:
+    """First values of what a checkpoint will fill."""
+    return torch.zeros([stop - start for start, stop in rectangle])
 
 
 def _same_data(data: Data, mesh: Mesh) -> None:
@@ -68,19 +89,35 @@ def steps(run: RunSpec) -> Iterator[Metrics]:
     if world is not None and joins:
         world.join()
     try:
-        yield from train_steps(prepare(run, world or World(0, 1, 0, on_device(device, 0))))
+        training = prepare(run, world or World(0, 1, 0, on_device(device, 0)))
+        with keeping(run, training.mesh, _kept_in(run), training.data.fingerprint) as training.keeper:
+            yield from train_steps(training)
     finally:
         if world is not None and joins:
             world.leave()
 
 
+def _kept_in(run: RunSpec) -> Path | None:
+    if run.checkpoint.every and run.train.run_dir is None:
+        raise UsageError(f"checkpoint.every is {run.checkpoint.every}, and train.run_dir is not set", "set it")
+    return Path(run.train.run_dir) if run.checkpoint.every and run.train.run_dir else None
+
+
 def train_steps(training: Training) -> Iterator[Metrics]:
-    """The loop over a prepared run."""
-    run = training.run
-    for number in range(1, run.train.steps + 1):
-        metrics = _one_step(training, number)
+    """The loop over a prepared run. Raises Interrupted once a run that was asked to stop is saved."""
+    run, step, keeper = training.run, training.step, training.keeper
+    for number in range(training.done + 1, run.train.steps + 1):
+        try:
+            metrics = _one_step(training, number)
+        except TrainingStopped:  # on all ranks: what was being saved is still good
+            if keeper is not None:
+                keeper.saver.wait()
+            raise
         due = number == run.train.steps or (run.train.eval_every and number % run.train.eval_every == 0)
-        yield replace(metrics, eval_loss=evaluate(training, number)) if due else metrics
+        wanted = due and not step.stopping
+        yield replace(metrics, eval_loss=evaluate(training, number)) if wanted else metrics
+        if keeper is not None:
+            keeper.after(step, number, metrics.loss, training.world)
 
 
 def _one_step(training: Training, number: int) -> Metrics:
@@ -130,5 +167,7 @@ def evaluate(training: Training, number: int) -> float | None:
     loss, count = 0.0, 0
     for index in range(min(run.train.eval_batches, batches_in(held_out, run.batch.global_size))):
         total_loss, labels = training.step.evaluate(batch(held_out, index, run.batch.global_size, rows))
+        if training.step.stopping:
+            return None
         loss, count = loss + total_loss, count + labels
     return loss / count if count else None

@@ -26,17 +26,17 @@ class Sink(Protocol):
 class Progress:
     """A line on stderr every `every` steps, and whenever something was evaluated."""
 
-    def __init__(self, run: RunSpec) -> None:
-        self.steps, self.every = run.train.steps, run.train.log_every
+    def __init__(self, run: RunSpec, done: int = 0) -> None:
+        self.steps, self.every, self.done = run.train.steps, run.train.log_every, done
         self.seconds = 0.0
 
     def write(self, metrics: Metrics, memory: int) -> None:
         self.seconds += metrics.seconds
         if metrics.skipped:
             print(f"step {metrics.step}: {metrics.skipped}; weights unchanged", file=sys.stderr, flush=True)
-        if metrics.step % self.every and metrics.step != 1 and metrics.eval_loss is None:
+        if metrics.step % self.every and metrics.step != self.done + 1 and metrics.eval_loss is None:
             return
-        left = (self.steps - metrics.step) * self.seconds / metrics.step
+        left = (self.steps - metrics.step) * self.seconds / (metrics.step - self.done)
         parts = [
             f"step {metrics.step:>{len(str(self.steps))}}/{self.steps}",
             f"loss {metrics.loss:.4f}",
@@ -54,9 +54,12 @@ class Progress:
 
 
 class JsonLines:
-    """metrics.jsonl in the run's directory, a line per step."""
+    """metrics.jsonl in the run's directory, a line per step; lines after step `done` are those of a run that failed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, done: int = 0) -> None:
+        if path.exists():
+            before = [line for line in path.read_text("utf-8").splitlines() if _step_of(line) in range(1, done + 1)]
+            path.write_text("".join(f"{line}\n" for line in before), encoding="utf-8")
         self.file = path.open("a", encoding="utf-8")
 
     def write(self, metrics: Metrics, memory: int) -> None:
@@ -64,6 +67,14 @@ class JsonLines:
 
     def close(self) -> None:
         self.file.close()
+
+
+def _step_of(line: str) -> int | None:
+    """The step of a line, None where a crash cut it short."""
+    try:
+        return int(json.loads(line)["step"])
+    except ValueError:
+        return None
 
 
 class TensorBoard:
@@ -86,11 +97,11 @@ class TensorBoard:
 
 
 @contextmanager
-def open_sinks(run: RunSpec, folder: Path | None) -> Iterator[list[Sink]]:
-    """The sinks of rank 0, closed whatever happens."""
-    sinks: list[Sink] = [Progress(run)]
+def open_sinks(run: RunSpec, folder: Path | None, done: int = 0) -> Iterator[list[Sink]]:
+    """The sinks of rank 0 for the steps after `done`, closed whatever happens."""
+    sinks: list[Sink] = [Progress(run, done)]
     if folder is not None:
-        sinks.append(JsonLines(folder / "metrics.jsonl"))
+        sinks.append(JsonLines(folder / "metrics.jsonl", done))
         if run.train.tensorboard:
             sinks.append(TensorBoard(folder))
     with ExitStack() as stack:

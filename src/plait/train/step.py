@@ -57,6 +57,8 @@ class Step:
     def __init__(self, run: RunSpec, mesh: Mesh, parallel: Parallel) -> None:
         self.run, self.mesh, self.stages = run, mesh, parallel.stages
         self.updates = 0
+        self.asked = 0  # the signal that asks this rank to stop, or 1 where it has another reason
+        self.stopping = False  # whether any rank was asked: known to all since the last sum over the world
         self.spans: list[Span] = []
         self.states, self.domain = parallel.states, mesh.group("dp_cp")
         self.pipeline = Pipeline(parallel.stages, mesh, parallel.states)
@@ -164,14 +166,15 @@ class Step:
         # The tp ranks of a stage hold the same token losses; each routes tokens of its own.
         tp = self.mesh.layout.tp
         alike = {"loss": tp, "count": tp, **{name: 1 if name in self.fixed else tp for name in self.auxiliary}}
-        shares = torch.zeros(1 + len(alike), dtype=torch.float64, device=self.mesh.device)
-        shares[0] = norm_squared
+        shares = torch.zeros(2 + len(alike), dtype=torch.float64, device=self.mesh.device)
+        shares[0], shares[-1] = norm_squared, float(self.asked > 0)
         for stage in self.stages.values():
             for place, (name, ranks) in enumerate(alike.items(), start=1):
                 if name in stage.totals:
                     shares[place] += stage.totals[name].double() / ranks
         shares = torch.cat((shares, self.loads.shares().flatten()))
         found = comm.read(comm.sum_in_place(shares, self.mesh.group("world")).wait())
-        sums = dict(zip(("norm", *alike), found, strict=False))
+        sums = dict(zip(("norm", *alike, "asked"), found, strict=False))
+        self.stopping = sums["asked"] > 0
         rows = zip(*[iter(found[len(sums) :])] * len(ExpertUse._fields), strict=True)
         return sums, {layer: ExpertUse(*row) for layer, row in zip(self.loads.layers, rows, strict=True)}

@@ -1,0 +1,104 @@
+"""The checkpoints of a run that goes on: when one is due, who may write here, and how a run that is asked to stops.
+
+Whether to stop is agreed in the sum that every step makes anyway, so all ranks leave after the same step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+
+from plait.checkpoint.save import Saver, snapshot
+from plait.checkpoint.shelf import held
+from plait.parallel import collectives as comm
+from plait.parallel.faults import strike
+from plait.parallel.mesh import Mesh
+from plait.parallel.world import World
+from plait.spec.errors import Interrupted, UsageError
+from plait.spec.run import RunSpec
+from plait.train.resume import CHECKPOINTS
+from plait.train.states import facts_of, states_of
+from plait.train.step import Step
+
+
+class Keeper:
+    """Saves a run's states onto a shelf of checkpoints, and stops a run that is asked to.
+
+    `data` is the fingerprint of the tokens, which a checkpoint names.
+    """
+
+    def __init__(self, run: RunSpec, mesh: Mesh, shelf: Path, data: str) -> None:
+        self.run, self.rank, self.data, self.shelf = run, mesh.rank, data, shelf
+        self.saver = Saver(shelf, mesh.group_on_cpu("world", "checkpoint"), run.checkpoint.keep)
+
+    def after(self, step: Step, number: int, loss: float, world: World) -> None:
+        """Step `number` is done: save where a checkpoint is due. Raises Interrupted once a run that is to stop is safe.
+
+        Raises what kept the last checkpoint from being written, on all ranks.
+        """
+        run, last = self.run, number == self.run.train.steps
+        every = run.checkpoint.every
+        if step.stopping:
+            self.saver.wait()  # where its failure is why we stop, it is raised here
+        if step.stopping or (every and (last or number % every == 0)):
+            world.progress(number, "snapshot")
+            strike(self.rank, number, "snapshot")
+            facts = facts_of(step, number, loss if math.isfinite(loss) else None, self.data)
+            self.saver.start(snapshot(states_of(step), self.rank), facts)
+        if self.saver.failed and not step.asked:
+            step.asked = 1  # all stop after the next step, and `wait` says why
+        if step.stopping or last:
+            world.progress(number, "save")
+            self.saver.wait()
+        if step.stopping and not last:
+            raise Interrupted(step.asked, f"stopped after step {number} of {run.train.steps}, saved in {self.shelf}")
+
+
+@contextmanager
+def keeping(run: RunSpec, mesh: Mesh, folder: Path | None, data: str) -> Iterator[Keeper | None]:
+    """The keeper of a run whose directory rank 0 knows (None: nothing is kept). Collective.
+
+    Raises UsageError, on all ranks, where another job writes there.
+    """
+    with ExitStack() as lock:
+        mine = _occupy(run, folder, lock) if mesh.rank == 0 and folder is not None else {}
+        told = json.loads(comm.gather_bytes(json.dumps(mine).encode(), mesh.group("world"))[0])
+        if "error" in told:
+            raise UsageError(told["error"], told["hint"])
+        yield Keeper(run, mesh, Path(told["shelf"]), data) if told else None
+
+
+def _occupy(run: RunSpec, folder: Path, lock: ExitStack) -> dict[str, str]:
+    shelf = (folder / CHECKPOINTS).absolute()
+    try:
+        if run.checkpoint.every or run.train.resume is not None:
+            lock.enter_context(held(shelf))
+    except UsageError as error:
+        return {"error": error.message, "hint": error.hint}
+    return {"shelf": str(shelf)}
+
+
+@contextmanager
+def heeding_signals(step: Step, world: World) -> Iterator[None]:
+    """SIGTERM, and Ctrl-C where it comes here, ask the run to stop after this step; a second Ctrl-C ends it at once."""
+
+    def heed(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and step.asked == signal.SIGINT:
+            os._exit(Interrupted.exit_code)
+        step.asked = number
+
+    numbers = [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, heed) for number in numbers}
+    world.mark.heeds(True)
+    try:
+        yield
+    finally:
+        world.mark.heeds(False)
+        for number, handler in before.items():
+            signal.signal(number, handler)
