@@ -12,6 +12,7 @@ from plait.data import Samples
 from plait.data.windows import Window
 from plait.proof.compare import Verdict
 from plait.proof.verify import check, proof_run
+from plait.spec.experts import Experts
 from plait.spec.model import ModelSpec
 from plait.spec.run import BatchSpec, DataSpec, LayoutSpec, RunSpec, ScheduleSpec, ZeroSpec
 
@@ -20,6 +21,9 @@ T0 = ModelSpec(vocab=64, hidden=32, layers=4, heads=4, kv_heads=4, head_dim=8, f
 T0_GROUPED = T0.model_copy(update={"kv_heads": 2})  # 41 248 parameters
 T0_RATIO_4 = T0.model_copy(update={"heads": 8, "kv_heads": 2, "head_dim": 4})
 T0_TIED = T0.model_copy(update={"tied": True})  # 43 296 parameters
+
+# 218 400 parameters, 68 608 of them multiplied with a token: each mlp is 8 experts of which a token meets 2.
+M0 = T0.model_copy(update={"moe": Experts(count=8, top_k=2, ffn=64)})
 
 SEQUENCE, ROWS = 16, 8
 MASK = tuple(range(1, 16, 2))  # row i keeps its first 1, 3, … 15 labels: 64 in all, and 16 against 48 by halves
@@ -38,6 +42,12 @@ class B8:
     def window(self, index: int) -> Window:
         j = np.arange(SEQUENCE + 1)
         return Window((7 * index + 3 * j**2 + j) % self.vocab, (j >= 1) & (j <= self.keep[index]))
+
+
+def mixture(model: ModelSpec = M0, **moe: Any) -> ModelSpec:
+    """The mixture with some of its fields changed."""
+    assert model.moe is not None
+    return model.model_copy(update={"moe": model.moe.model_copy(update=moe)})
 
 
 def run_of(
