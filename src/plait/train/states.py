@@ -30,9 +30,9 @@ Read = Callable[[str, Rectangle, str], Tensor]  # name, rectangle, state -> valu
 
 
 def states_of(step: Step) -> dict[str, Parts]:
-    """Each state that this rank updates, by name: the master weights, and the moments once there was an update."""
+    """Each state that this rank updates, by name: master weights and buffers, and the moments once there are any."""
     pieces = [piece for piece, _ in step.states.masters()]
-    found: dict[str, Parts] = {WEIGHT: list(zip(pieces, step.masters, strict=True))}
+    found: dict[str, Parts] = {WEIGHT: [*zip(pieces, step.masters, strict=True), *step.buffers]}
     if step.updates:
         for name in MOMENTS[step.run.optim.name](step.run.optim):
             found[name] = [
@@ -59,7 +59,7 @@ def facts_of(step: Step, number: int, loss: float | None, data: str) -> Facts:
 
 
 def take_up(step: Step, source: Source) -> None:
-    """Go on where a checkpoint stands, whatever layout wrote it. Collective."""
+    """Go on where a checkpoint stands, whatever layout wrote it, once the states are published. Not collective."""
     facts, run = source.manifest.facts, step.run
     moments = MOMENTS[run.optim.name](run.optim) if facts.updates else ()
     refuse_mismatch(source.manifest, shapes_of(run), moments)
@@ -79,11 +79,10 @@ def take_up(step: Step, source: Source) -> None:
 
 @torch.no_grad()
 def take_weights(step: Step, read: Read) -> None:
-    """The master weights from `read`, made everyone's. Collective."""
-    for (piece, _), master in zip(step.states.masters(), step.masters, strict=True):
+    """The master weights and buffers from `read`. What forward reads has them once the states are published."""
+    for piece, target in (*zip((p for p, _ in step.states.masters()), step.masters, strict=True), *step.buffers):
         name = piece.placement.tensor.name
-        _fill(master, [read(name, rectangle, WEIGHT) for rectangle in piece.rectangles(step.mesh.rank)])
-    step.states.publish()
+        _fill(target, [read(name, rectangle, WEIGHT) for rectangle in piece.rectangles(step.mesh.rank)])
 
 
 def shapes_of(run: RunSpec) -> dict[str, tuple[int, ...]]:

@@ -25,7 +25,8 @@ from plait.parallel.parallelize import Parallel
 from plait.parallel.pipeline import Pipeline
 from plait.parallel.precision import LossScale
 from plait.parallel.stage import Denominators, Micro
-from plait.parallel.zero import local_norm_squared
+from plait.parallel.zero import Parts, local_norm_squared
+from plait.placement import Piece
 from plait.placement.tokens import context_runs, tokens_in
 from plait.schedule import Span
 from plait.schedule.of_run import schedules
@@ -70,6 +71,10 @@ class Step:
         masters = parallel.states.masters()
         self.masters = [master for _, master in masters]
         self.optimizer = make_optimizer(masters, run.optim)
+        self.buffers: Parts = [
+            (Piece(parallel.placements[name], 0, value.numel(), sharded=False), value.view(-1))
+            for name, value in parallel.buffers.items()
+        ]
         self.scale = LossScale(run.precision)
 
     def backward(self, step: int, batch: Batch) -> Sums:
