@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from itertools import pairwise, product
 from typing import Any
 
@@ -13,12 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.parallel import collectives as comm
+from plait.parallel import mesh as meshes
+from plait.parallel import pipeline as pipelines
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline import Pipeline
 from plait.parallel.stage import Signature, Tensors
 from plait.proof.compare import Verdict
 from plait.schedule import COMPUTE, Costs, Kind, Schedule, Span, Timeline, check, forward_of, generate, lower, simulate
-from plait.spec.errors import RankFailed
+from plait.spec.errors import PlaitError, RankFailed
 from plait.spec.layout import Layout
 from plait.spec.model import ModelSpec
 from plait.spec.pipeline import SHAPES
@@ -151,6 +154,29 @@ def test_spans_are_the_compute_actions_of_the_program_in_its_order() -> None:
         return ordered and [s.action for s in spans] == [a for a in schedule.programs[rank] if a.kind in COMPUTE]
 
     assert on_ranks(2, run) == [True, True]
+
+
+def test_a_transfer_that_never_comes_is_told_with_the_action_at_which_each_rank_stands() -> None:
+    def run(rank: int, world: int) -> str:
+        meshes.TIMEOUT, pipelines.ANSWER_WAIT_S = timedelta(seconds=1), 1.0
+        stage, schedule = PairStage(rank, last=2), schedule_of("1f1b", 3, 4)
+        if rank == 2:
+            plain = stage.forward
+            stage.forward = lambda micro, x: time.sleep(5 if micro == 1 else 0) or plain(micro, x)  # type: ignore[method-assign]
+        try:
+            Pipeline({rank: stage}, Mesh(Layout(pp=3))).run(schedule)
+        except PlaitError as error:
+            return str(error)
+        except RuntimeError:  # the one that slept finds the others gone
+            return ""
+        return "no error"
+
+    first, second, _ = on_ranks(3, run)
+    for told in (first, second):
+        assert told.startswith("the pipeline stopped: ") and "timed out" in told.lower()
+        assert "pp 0: F2 BW0 F3 [BW1] BW2 BW3" in told
+        assert "pp 1: F1 BW0 F2 [BW1] F3 BW2" in told
+        assert "pp 2: no answer: it computes, or is gone" in told
 
 
 def refusal(change: Callable[[PairStage], None]) -> str:

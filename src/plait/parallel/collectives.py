@@ -23,6 +23,7 @@ Inside a block the start/finish pairs are functional operators, which torch.comp
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -322,3 +323,22 @@ def gather_bytes(content: bytes, group: Group) -> list[bytes]:
     table[group.rank, : len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     sum_in_place(table, group).wait()
     return [bytes(row[:length].tolist()) for row, length in zip(table.cpu(), lengths.tolist(), strict=True)]
+
+
+def tell_by_store(key: str, mine: str, ranks: Sequence[int], here: int, wait_s: float) -> dict[int, str]:
+    """What other ranks of the world tell under the same key, as far as they do within a time. For when groups fail.
+
+    `here` is this rank of the world. Nothing is raised: where the store is gone too, nobody answers.
+    """
+    answers = {here: mine}
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{key}/{here}", mine)
+        until = time.monotonic() + wait_s
+        while len(answers) < len(ranks) and time.monotonic() < until:
+            there = [rank for rank in ranks if rank not in answers and store.check([f"{key}/{rank}"])]
+            answers |= {rank: store.get(f"{key}/{rank}").decode() for rank in there}
+            time.sleep(0.05)
+    except RuntimeError:  # the process that holds the store has ended: whoever asks is about to end as well
+        return answers
+    return answers

@@ -24,9 +24,12 @@ from plait.parallel.collectives import Group, Transfer
 from plait.parallel.mesh import Mesh
 from plait.parallel.stage import Signature, Stage, Tensors
 from plait.schedule import WEIGHT_GRADIENTS, Action, Kind, Message, Program, Schedule, Span
+from plait.schedule.standing import standing
 from plait.spec.errors import PlaitError
 
 T = TypeVar("T")
+TRANSFER_FAILED = ("timed out", "timeout", "connection", "socket")  # in what gloo and NCCL say
+ANSWER_WAIT_S = 5.0
 SENDS_IN_FLIGHT = 2  # per pipeline rank: more than 1F1B ever has on their way
 
 
@@ -46,6 +49,7 @@ class Pipeline:
     def __init__(self, stages: Mapping[int, Stage], mesh: Mesh, states: States | None = None) -> None:
         self.stages, self.states = stages, states
         self.rank, self.device = mesh.at.pp, mesh.device
+        self.ranks = mesh.layout.group("pp", mesh.rank)  # of the world
         self.up, self.down = mesh.group("pp", "up"), mesh.group("pp", "down")
         self._handlers: dict[Kind, Callable[[Schedule, Action], None]] = {
             Kind.F: self._forward,
@@ -69,11 +73,27 @@ class Pipeline:
         program = schedule.programs[self.rank]
         self._spans = []
         self._completing = completing(program)
-        for action in program:
-            self._handlers[action.kind](schedule, action)
-        self._settle(at_most=0)
+        at = 0
+        try:
+            for at, action in enumerate(program):  # noqa: B007
+                self._handlers[action.kind](schedule, action)
+            at = len(program)
+            self._settle(at_most=0)
+        except RuntimeError as error:
+            raise self._stopped(schedule, at, error) from error
         assert not self._arrived and not self._leaving, "a step must consume every message"
         return self._spans
+
+    def _stopped(self, schedule: Schedule, at: int, error: RuntimeError) -> PlaitError | RuntimeError:
+        """What is said of an error: if a transfer failed, where the ranks of this pipeline stand."""
+        if not any(word in str(error).lower() for word in TRANSFER_FAILED):
+            return error
+        answers = comm.tell_by_store("plait/standing", str(at), self.ranks, self.ranks[self.rank], ANSWER_WAIT_S)
+        positions = {pp: int(answers[rank]) for pp, rank in enumerate(self.ranks) if rank in answers}
+        return PlaitError(
+            f"the pipeline stopped: {str(error).splitlines()[0]}",
+            f"{standing(schedule, positions)}\nwhoever gave no answer, or is furthest behind, holds the others up",
+        )
 
     def _forward(self, schedule: Schedule, action: Action) -> None:
         received, stage = self._take(schedule, action), self.stages[action.stage]
