@@ -190,7 +190,6 @@ def test_an_impossible_model_is_named_and_what_follows_from_it_is_not() -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        ("layout.mode=auto", "layout.dp=1"),
         ("recompute.mode=full",),
         ('recompute.mode=["norm"]',),
         ("train.resume=runs/a",),

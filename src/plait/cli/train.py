@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from plait.cli.run import Json, Words, need_torch, read_run, to_json
+from plait.cli.run import Json, Words, need_torch, read_run, settled, to_json
 from plait.spec.errors import UsageError
 from plait.spec.fit import fit
 from plait.spec.load import dump
@@ -35,6 +35,7 @@ def train(
     world = (
         int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else nproc
     )  # torchrun has set the one, the user the other
+    run = settled(run, world)
     layout = fit(run, world, train=True)  # every mistake in the run is told before torch is even imported
     if world is None and layout.world > MOST_UNASKED:
         raise UsageError(

@@ -14,7 +14,6 @@ from plait.spec.run import RunSpec
 
 # Key, whether its value in this run is one that is missing, a value that is there.
 NOT_YET: tuple[tuple[str, Callable[[Any, RunSpec], bool], str], ...] = (
-    ("layout.mode", lambda value, run: value == "auto", "'manual'"),
     ("recompute.mode", lambda value, run: value != "none", "'none'"),
     ("train.resume", lambda value, run: value is not None, ""),
     ("checkpoint.every", lambda value, run: value > 0, "0"),
