@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from plait.cli.main import main
+from plait.spec.errors import InvalidRun
 from plait.spec.fit import fit
 from plait.spec.load import load
 
@@ -159,3 +160,17 @@ def test_published_rows_are_predicted_one_by_one(tmp_path: Path, capsys: pytest.
     keys = "id status measured_step_time_s predicted_step_time_s low_s high_s measured_memory_bytes assumed"
     assert {*keys.split(), "predicted_memory_bytes"} <= document["rows"][0].keys()  # type: ignore[index]
     assert document["summary"]["dense"]["total"]["mape"] < 0.1  # type: ignore[index]
+
+
+def test_mode_auto_is_settled_by_the_same_search(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "layout", "--json", "--world", "4", "layout.mode=auto"]) == 0
+    answer = capsys.readouterr()
+    assert "layout.mode auto: tp" in answer.err
+    found = planned(capsys, "layout.mode=auto", "layout.dp=4", "--cluster", "cpu")["plans"]
+    chosen = json.loads(answer.out)["axes"]
+    assert any(all(plan["layout"][axis] == chosen[axis] for axis in ("tp", "pp", "dp", "cp")) for plan in found)  # type: ignore[attr-defined]
+
+
+def test_mode_auto_that_nobody_settled_is_refused() -> None:
+    with pytest.raises(InvalidRun, match="the planner has not been asked"):
+        fit(load(None, ["layout.mode=auto"]), 4)

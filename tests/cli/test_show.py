@@ -99,7 +99,6 @@ def test_a_world_gives_the_replicas(capsys: pytest.CaptureFixture[str]) -> None:
         (["schedule", "layout.pp=9"], "9 stages are more than layers 4"),
         (["memory", "layout.tp=3"], "3 does not divide heads 4"),
         (["layout", "layout.tq=2"], "layout.tq: unknown key"),
-        (["memory", "layout.mode=auto"], "not available in this version"),
         (["no/such/run"], "plait show no/such/run: neither layout, schedule, memory nor a run's directory"),
         ([str(SOURCE)], "spans.jsonl: cannot be read"),
         ([str(SOURCE), "layout.tp=2"], "nothing can be overridden"),

@@ -9,6 +9,7 @@ import inspect
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
@@ -44,6 +45,17 @@ def read_run(words: Sequence[str] | None) -> RunSpec:
     if len(files) > 1:
         raise UsageError(f"{len(files)} run files, at most 1: {', '.join(files)}", "an override is section.key=value")
     return load(files[0] if files else None, overrides)
+
+
+def settled(run: RunSpec, world: int | None) -> RunSpec:
+    """A run whose layout is decided: as it is written, or for layout.mode "auto" the planner's best for this world."""
+    if run.layout.mode != "auto":
+        return run
+    from plait.planner.request import settle
+
+    chosen, why = settle(run, world or 1)
+    print(why, file=sys.stderr)
+    return chosen
 
 
 def with_options(command: Callable[[Any], None], options: type[Any]) -> Callable[..., None]:

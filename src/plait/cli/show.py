@@ -14,7 +14,7 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
-from plait.cli.run import Json, Words, read_run
+from plait.cli.run import Json, Words, read_run, settled
 from plait.spec.errors import UsageError
 from plait.spec.fit import fit
 
@@ -72,7 +72,7 @@ def _write(picture: Picture, path: Path, kind: str, what: str) -> None:
 
 
 def _planned(what: str, words: Sequence[str] | None, world: int | None) -> Picture:
-    run = read_run(words)
+    run = settled(read_run(words), world)
     layout = fit(run, world)
     picture: Picture = getattr(import_module(f"plait.report.{what}"), f"picture_{what}")(run, layout)
     return picture

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plait.cli.run import Json, Words, changed_by, need_torch, read_run, to_json
+from plait.cli.run import Json, Words, changed_by, need_torch, read_run, settled, to_json
 from plait.spec.errors import RankFailed, UsageError
 from plait.spec.fit import fit
 from plait.spec.load import dump
@@ -46,6 +46,7 @@ def train(
     world = (
         int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else nproc
     )  # torchrun has set the one, the user the other
+    run = settled(run, world)
     layout = fit(run, world, train=True)  # every mistake in the run is told before torch is even imported
     if world is None and layout.world > MOST_UNASKED:
         raise UsageError(

@@ -15,7 +15,7 @@ from plait.planner.estimate import Anchor, Estimate, estimate
 from plait.planner.export import run_of
 from plait.planner.ground import Ground
 from plait.planner.job import WIDTHS, Job, job_of
-from plait.planner.search import Found, Want, search
+from plait.planner.search import Found, Want, describe, search
 from plait.planner.stack import load_stack
 from plait.spec.available import unavailable
 from plait.spec.cluster import load_cluster
@@ -162,6 +162,22 @@ def trainable(asked: Asked, plans: list[Estimate]) -> tuple[RunSpec, Estimate] |
         if not violations(run, plan.job.world):
             return run, plan
     return None
+
+
+def settle(run: RunSpec, world: int) -> tuple[RunSpec, str]:
+    """The run with the layout, micro-batch and schedule that are best for `world` ranks by plan, and a line of why.
+
+    Only what this version trains is considered. Raises UsageError where nothing fits, or nothing is legal.
+    """
+    free = run.layout.model_copy(update={"dp": None})
+    asked = replace(resolve(run.model_copy(update={"layout": free}), Request(cluster=run.layout.cluster)), world=world)
+    found = find(asked, top=10)
+    taken = trainable(asked, found.plans)
+    if taken is None:
+        raise UsageError(f"layout.mode: none of the {len(found.plans)} best plans for {world} ranks can be trained")
+    chosen, plan = taken
+    seconds = f"{plan.step:.3g} s planned a step on {asked.ground.cluster.name}"
+    return chosen, f"layout.mode auto: {describe(plan.job)}; {seconds}, {found.within_noise} alike"
 
 
 _SECONDS = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min)?")

@@ -13,9 +13,7 @@ from plait.spec.errors import Violation
 from plait.spec.run import RunSpec
 
 # Key, whether its value in this run is one that is missing, a value that is there.
-NOT_YET: tuple[tuple[str, Callable[[Any, RunSpec], bool], str], ...] = (
-    ("layout.mode", lambda value, run: value == "auto", "'manual'"),
-)
+NOT_YET: tuple[tuple[str, Callable[[Any, RunSpec], bool], str], ...] = ()
 
 
 def unavailable(run: RunSpec) -> list[Violation]:

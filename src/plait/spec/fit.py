@@ -87,6 +87,9 @@ def _layout(run: RunSpec, dp: int) -> Layout:
 
 def _layout_violations(run: RunSpec, dp: int | None) -> list[Violation]:
     """What a layout refuses about itself."""
+    if run.layout.mode == "auto":
+        problem = "is 'auto', and the planner has not been asked"
+        return [Violation("layout.mode", problem, "plait plan RUN.toml -o planned.toml, or plait train")]
     # Where dp is unknown, one that every rule about dp is content with: the world is at fault, nothing else.
     shard = run.zero.shard if isinstance(run.zero.shard, int) else 1
     try:

@@ -26,7 +26,8 @@ BYTE_VOCAB = 257  # text without a tokenizer: the 256 bytes, and the end of a do
 class LayoutSpec(Spec):
     """[layout]: the degree of every axis; `dp` left out follows from the world."""
 
-    mode: Literal["manual", "auto"] = "manual"
+    mode: Literal["manual", "auto"] = "manual"  # auto: the planner's choice for this many ranks
+    cluster: str = "cpu"  # for mode auto: a machine of the catalogue, or a file that `plait measure` wrote
     tp: int = Field(1, ge=1)
     pp: int = Field(1, ge=1)
     dp: int | None = Field(None, ge=1)
