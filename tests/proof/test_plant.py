@@ -39,6 +39,13 @@ MATTERS: dict[str, tuple[str, ...]] = {
     "shards_counted_as_copies": ("shards",),
     "overflow_not_reduced": ("pp > 1",),
     "old_weights_gathered": ("shards", "no ZeRO 3"),
+    "expert_gradients_times_ep": ("ep > 1",),
+    "router_detached": ("spread experts",),
+    "balance_of_local_tokens": ("spread sequences",),
+    "load_of_local_tokens": ("router bias", "dp > 1"),
+    "labels_shifted_after_split": ("cp > 1",),
+    "positions_of_the_part": ("cp > 1",),
+    "documents_forgotten_between_ranks": ("ring", "masked documents over cp"),
 }
 
 
