@@ -43,6 +43,13 @@ MATTERS: dict[str, tuple[str, ...]] = {
     "chunk_of_other_labels": ("chunked loss of split tokens",),
     "z_loss_by_micro_batch": ("z-loss", "accumulation", "no chunked loss"),
     "other_mask_recomputed": ("recompute full", "dropout"),
+    "expert_gradients_times_ep": ("ep > 1",),
+    "router_detached": ("spread experts",),
+    "balance_of_local_tokens": ("spread sequences",),
+    "load_of_local_tokens": ("router bias", "dp > 1"),
+    "labels_shifted_after_split": ("cp > 1",),
+    "positions_of_the_part": ("cp > 1",),
+    "documents_forgotten_between_ranks": ("ring", "masked documents over cp"),
 }
 
 

@@ -10,8 +10,11 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from plait.spec.experts import Experts
 from plait.spec.fit import fit, violations
+from plait.spec.latent import Latent
 from plait.spec.model import ModelSpec
+from plait.spec.nearest import divisors
 from plait.spec.pipeline import SHAPES, splits_backward, stage_count
 from plait.spec.run import (
     RECOMPUTED_PARTS,
@@ -33,7 +36,8 @@ FEATURES: Mapping[str, Callable[[RunSpec], bool]] = {
     "tp > 1": lambda r: r.layout.tp > 1,
     "pp > 1": lambda r: r.layout.pp > 1,
     "dp > 1": lambda r: (r.layout.dp or 1) > 1,
-    "three axes > 1": lambda r: min(r.layout.tp, r.layout.pp, r.layout.dp or 1) > 1,
+    "cp > 1": lambda r: r.layout.cp > 1,
+    "three axes > 1": lambda r: sum(n > 1 for n in (r.layout.tp, r.layout.pp, r.layout.dp or 1, r.layout.cp)) > 2,
     "sequence parallel": lambda r: r.layout.sequence_parallel and r.layout.tp > 1,
     **{f"schedule {name}": lambda r, name=name: r.schedule.name == name for name in SHAPES},  # type: ignore[misc]
     "accumulation": lambda r: r.batch.global_size > r.batch.micro_size * (r.layout.dp or 1),
@@ -68,15 +72,45 @@ FEATURES: Mapping[str, Callable[[RunSpec], bool]] = {
     "masked documents": lambda r: r.data.mask_documents,
     **{f"ZeRO {stage}": lambda r, stage=stage: r.zero.stage == stage for stage in range(4)},  # type: ignore[misc]
     "shards": lambda r: r.zero.stage > 0 and _shards(r) > 1,
-    "hybrid shards": lambda r: r.zero.stage > 0 and _shards(r) < (r.layout.dp or 1),
+    "hybrid shards": lambda r: r.zero.stage > 0 and _shards(r) < _domain(r.layout),
     "sharded gradients": lambda r: r.zero.stage > 1 and _shards(r) > 1,
     "sharded gradients in a pipeline": lambda r: r.zero.stage > 1 and _shards(r) > 1 and r.layout.pp > 1,
+    "ring": lambda r: _ring(r) > 1 and r.layout.context == "ring",
+    "gather": lambda r: _ring(r) > 1 and r.layout.context == "gather",
+    "ulysses": lambda r: r.layout.ulysses > 1,
+    "contiguous order": lambda r: _ring(r) > 1 and r.layout.context_order == "contiguous",
+    "masked documents over cp": lambda r: r.data.mask_documents and r.layout.cp > 1,
+    "latent attention": lambda r: r.model.latent is not None,
+    "experts": lambda r: r.model.moe is not None,
+    "ep > 1": lambda r: r.model.moe is not None and r.layout.ep > 1,
+    "etp > 1": lambda r: r.model.moe is not None and r.layout.etp > 1,
+    "experts over cp": lambda r: r.model.moe is not None and r.layout.cp > 1,
+    "spread experts": lambda r: r.model.moe is not None and max(r.layout.ep, r.layout.tp, r.layout.cp) > 1,
+    "shared experts": lambda r: r.model.moe is not None and r.model.moe.shared > 0,
+    "balance loss": lambda r: r.model.moe is not None and r.model.moe.balance_coef > 0,
+    "spread sequences": lambda r: r.layout.cp * r.layout.tp > 1 and _balances_sequences(r),
+    "router bias": lambda r: r.model.moe is not None and r.model.moe.bias_rate > 0,
+    "capacity": lambda r: r.model.moe is not None and r.model.moe.capacity is not None,
     "uneven labels": lambda r: r.data.source == "synthetic",
 }
 
 
 def _shards(run: RunSpec) -> int:
-    return run.zero.shard if isinstance(run.zero.shard, int) else run.layout.dp or 1
+    return run.zero.shard if isinstance(run.zero.shard, int) else _domain(run.layout)
+
+
+def _domain(layout: LayoutSpec) -> int:
+    """Ranks whose tokens meet the same weights."""
+    return (layout.dp or 1) * layout.cp
+
+
+def _ring(run: RunSpec) -> int:
+    return run.layout.cp // run.layout.ulysses
+
+
+def _balances_sequences(run: RunSpec) -> bool:
+    moe = run.model.moe
+    return moe is not None and moe.balance_coef > 0 and moe.balance == "sequence"
 
 
 def draw_run(seed: int, number: int) -> RunSpec:
@@ -100,8 +134,9 @@ def coverage(runs: list[RunSpec]) -> dict[str, float]:
 def _draw(dice: random.Random, schedule: ScheduleSpec, every_axis: bool) -> RunSpec:
     layout = _layout(dice, every_axis)
     micro, micro_batches = dice.choice((1, 1, 2, 3)), dice.choice((1, 2, 3, 4, 5))
-    sequence = dice.choice((8, 12, 16)) if layout.sequence_parallel else dice.choice((7, 8, 11, 16))
+    sequence = _sequence(dice, layout)
     model = _model(dice, layout, sequence)
+    model = model.model_copy(update=_variants(dice, model, layout))
     layers = max(model.layers, stage_count(schedule, layout.pp) + dice.choice((0, 1)))
     run = RunSpec(
         model=model.model_copy(update={"layers": layers}),
@@ -123,17 +158,31 @@ def _recompute(dice: random.Random) -> RecomputeSpec:
 
 
 def _layout(dice: random.Random, every_axis: bool) -> LayoutSpec:
+    """Degrees of at most MOST_RANKS; `every_axis`: all but one of the four are 2, which is as many as there can be."""
+    left_out = dice.choice(("cp", "cp", "cp", "tp", "pp", "dp"))
     while True:
-        tp, pp, dp = dice.choice((1, 2, 2, 3, 4)), dice.choice((1, 2, 2, 3, 4)), dice.choice((1, 2, 2, 3, 4))
-        if tp * pp * dp <= MOST_RANKS and (min(tp, pp, dp) > 1 or not every_axis):
+        tp, pp, dp, cp = (dice.choice((1, 2, 2, 3, 4)) for _ in range(4))
+        if every_axis:
+            tp, pp, dp, cp = (1 if axis == left_out else 2 for axis in ("tp", "pp", "dp", "cp"))
+        if tp * pp * dp * cp <= MOST_RANKS and cp != 3:
             break
-    order = dice.choice((ORDERS[0], *ORDERS))
-    return LayoutSpec(tp=tp, pp=pp, dp=dp, sequence_parallel=dice.random() < 0.6, order=order)
+    etp = dice.choice((1, tp))
+    return LayoutSpec(
+        tp=tp, pp=pp, dp=dp, cp=cp, etp=etp, ep=dice.choice(divisors(tp * dp * cp // etp)),
+        ulysses=dice.choice(divisors(cp)), context=dice.choice(("ring", "gather")),
+        context_order=dice.choice(("zigzag", "contiguous")),
+        sequence_parallel=dice.random() < 0.6, order=dice.choice((ORDERS[0], *ORDERS)),
+    )  # fmt: skip
+
+
+def _sequence(dice: random.Random, layout: LayoutSpec) -> int:
+    """A length that divides as the layout needs it, odd where it may be."""
+    unit = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sequence_parallel else 1)
+    return dice.choice([n for n in (7, 8, 11, 12, 16, 24, 32) if n % unit == 0] or [unit])
 
 
 def _zero(dice: random.Random, layout: LayoutSpec) -> ZeroSpec:
-    dp = layout.dp or 1
-    shard: Any = dice.choice([n for n in range(1, dp + 1) if dp % n == 0]) if dice.random() < 0.5 else "all"
+    shard: Any = dice.choice(divisors(_domain(layout))) if dice.random() < 0.5 else "all"
     return ZeroSpec(stage=dice.choice((0, 1, 2, 3)), shard=shard, keep=dice.random() < 0.3)
 
 
@@ -171,10 +220,43 @@ def _model(dice: random.Random, layout: LayoutSpec, sequence: int) -> ModelSpec:
     )
 
 
+def _variants(dice: random.Random, model: ModelSpec, layout: LayoutSpec) -> dict[str, Any]:
+    """Experts in place of the MLP, latents in attention: what a model has instead of something else."""
+    changes: dict[str, Any] = {}
+    if dice.random() < 0.25:
+        latent = Latent(q_rank=dice.choice((None, 7)), kv_rank=5, kept=dice.choice((3, 4)), rotated=2, value=4)
+        changes |= {"latent": latent, "head_dim": latent.kept + latent.rotated, "kv_heads": model.heads}
+        changes |= {"positions": "rotary", "qk_norm": False, "qkv_bias": False}
+    if dice.random() < 0.6:
+        changes |= {"moe": _experts(dice, layout), "mlp_bias": False}
+    return changes
+
+
+def _experts(dice: random.Random, layout: LayoutSpec) -> Experts:
+    bias = dice.random() < 0.5
+    groups = dice.choice((1, 2))
+    return Experts(
+        count=layout.ep * dice.choice((2, 4)) if layout.ep % 3 == 0 or layout.ep == 1 else max(4, layout.ep),
+        top_k=dice.choice((1, 2)),
+        ffn=dice.choice((8, 11)),
+        shared=dice.choice((0, 1, 2)),
+        first_dense=dice.choice((0, 0, 1)),
+        scores=dice.choice(("softmax", "sigmoid")),
+        normalise=dice.random() < 0.7,
+        scale=dice.choice((1.0, 2.5)),
+        groups=groups, top_groups=dice.choice((1, groups)), group_score="max",
+        bias=bias, bias_rate=0.05 if bias else 0.0,
+        balance=dice.choice(("sequence", "sequence", "previous")),
+        balance_coef=dice.choice((0.0, 0.1, 0.1)), z_coef=dice.choice((0.0, 0.01)),
+        capacity=dice.choice((None, None, 0.8)),
+    )  # fmt: skip
+
+
 def one_line(run: RunSpec) -> str:
     """One line that names a drawn run."""
     layout, model = fit(run), run.model
+    axes = " ".join(f"{axis} {getattr(layout, axis)}" for axis in ("tp", "pp", "dp", "cp", "ep"))
     return (
-        f"tp {layout.tp} pp {layout.pp} dp {layout.dp} {run.schedule.name} zero {run.zero.stage} layers {model.layers} "
-        f"heads {model.heads}/{model.kv_heads} vocab {model.vocab}"
+        f"{axes} {run.schedule.name} zero {run.zero.stage} layers {model.layers} heads {model.heads}/{model.kv_heads} "
+        f"vocab {model.vocab}"
     )

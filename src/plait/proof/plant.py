@@ -7,14 +7,20 @@ function. They are the mistakes that trainers have really made.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from plait.data import Batch
+from plait.models import moe
 from plait.models.attention import Core
 from plait.models.where import Where
-from plait.parallel import collectives, tensor, zero
+from plait.parallel import collectives, expert, tensor, zero
 from plait.parallel.collectives import Group, Transfer
+from plait.parallel.context import Attend
+from plait.parallel.expert import SpreadParts
 from plait.parallel.loss import ChunkedLoss
 from plait.parallel.recompute import _Forward
 from plait.parallel.row import Row
@@ -22,6 +28,7 @@ from plait.parallel.stage import DecoderStage
 from plait.parallel.tensor import RowLinear, SplitTokens
 from plait.parallel.zero import States
 from plait.placement import Piece
+from plait.train.experts import ExpertLoads
 from plait.train.step import Step
 
 
@@ -251,6 +258,76 @@ def z_loss_by_micro_batch() -> None:
     _replace(DecoderStage, "_roots", roots)
 
 
+def expert_gradients_times_ep() -> None:
+    """Experts' gradients are ep times too large: they were made of the tokens of all ep ranks already."""
+    plain = States.finish
+
+    def finish(self: States) -> None:
+        plain(self)
+        for row in self.rows:
+            for piece, part in row.gradients() if row.buffer.domain == "edp" else ():
+                part.mul_(piece.placement.layout.ep)
+
+    _replace(States, "finish", finish)
+
+
+def router_detached() -> None:
+    """Outputs of experts are weighed by scores that nothing flows back through."""
+    plain = moe.combine
+    _replace(expert, "combine", lambda out, order, weights: plain(out, order, weights.detach()))
+
+
+def balance_of_local_tokens() -> None:
+    """A rank balances what it sees of a sequence, not the sequence."""
+    _replace(SpreadParts, "sum", lambda self, x: x)
+
+
+def load_of_local_tokens() -> None:
+    """Routers move their biases by the load of their own rank."""
+    _replace(ExpertLoads, "gather", _gather_alone(ExpertLoads.gather))
+
+
+def _gather_alone(plain: Callable[[ExpertLoads], None]) -> Callable[[ExpertLoads], None]:
+    def gather(self: ExpertLoads) -> None:
+        self.group = self.group and Group("stage", (0,), 0)
+        plain(self)
+
+    return gather
+
+
+def labels_shifted_after_split() -> None:
+    """The label of a token is the next token that its context rank holds."""
+    plain = Batch.columns
+
+    def columns(self: Batch, indices: Tensor) -> Batch:
+        part = plain(self, indices)
+        return part._replace(labels=part.tokens.roll(-1, dims=1).where(part.labels >= 0, part.labels))
+
+    _replace(Batch, "columns", columns)
+
+
+def positions_of_the_part() -> None:
+    """Positions are counted from the first token that a context rank holds."""
+    plain = Batch.columns
+
+    def columns(self: Batch, indices: Tensor) -> Batch:
+        return plain(self, indices)._replace(positions=torch.arange(len(indices)))
+
+    _replace(Batch, "columns", columns)
+
+
+def documents_forgotten_between_ranks() -> None:
+    """The mask of documents is dropped where keys come from another rank."""
+    plain = Attend.masks
+
+    def masks(self: Attend, tile: Any, source: int, q: Tensor) -> Any:
+        if source == self.rank:
+            return plain(self, tile, source, q)
+        return plain(replace(self, where=self.where._replace(row_documents=None)), tile, source, q)
+
+    _replace(Attend, "masks", masks)
+
+
 def _replace(owner: object, name: str, by: object) -> None:
     assert hasattr(owner, name), f"nothing to break: {owner} has no {name}"
     setattr(owner, name, by)
@@ -295,5 +372,12 @@ BUGS: Mapping[str, Callable[[], None]] = {
         ignored_labels_in_chunks,
         chunk_of_other_labels,
         z_loss_by_micro_batch,
+        expert_gradients_times_ep,
+        router_detached,
+        balance_of_local_tokens,
+        load_of_local_tokens,
+        labels_shifted_after_split,
+        positions_of_the_part,
+        documents_forgotten_between_ranks,
     )
 }

@@ -21,7 +21,10 @@ def _model(run: RunSpec) -> dict[str, Any]:
     heads = kv_heads * ratio
     head_dim = min(model.head_dim, 4)
     stages = stage_count(run.schedule, layout.pp)
+    if model.latent is not None:
+        kv_heads, heads, head_dim = heads, heads, model.latent.kept + model.latent.rotated
     return {
+        "moe": None if model.moe is None else model.moe.model_copy(update=_experts(run)),
         "kv_heads": kv_heads,
         "heads": heads,
         "head_dim": head_dim,
@@ -32,6 +35,27 @@ def _model(run: RunSpec) -> dict[str, Any]:
         "max_sequence": min(model.max_sequence, _sequence(run)),
         "window": None if model.window is None else min(model.window, 5),
     }
+
+
+def _experts(run: RunSpec) -> dict[str, Any]:
+    """As many experts as the ranks and groups need, small ones."""
+    moe, layout = run.model.moe, run.layout
+    assert moe is not None
+    count = _least(moe.count, [n for n in range(1, moe.count) if _count_fits(n, run)])
+    return {
+        "count": count,
+        "top_k": min(moe.top_k, count * moe.top_groups // moe.groups),
+        "ffn": min(moe.ffn, max(11, layout.etp, layout.tp)),
+        "first_dense": min(moe.first_dense, 1),
+    }
+
+
+def _count_fits(count: int, run: RunSpec) -> bool:
+    """Several experts on each rank and in each group, where the whole run has several."""
+    moe = run.model.moe
+    assert moe is not None
+    parts = lcm(run.layout.ep, moe.groups)
+    return count % parts == 0 and count >= min(moe.count, 2 * parts, 2 * moe.top_k)
 
 
 def _kv_fits(kv_heads: int, ratio: int, run: RunSpec) -> bool:
@@ -47,7 +71,8 @@ def _least(otherwise: int, candidates: list[int]) -> int:
 
 
 def _sequence(run: RunSpec) -> int:
-    return min(run.batch.sequence, lcm(run.layout.cp * 2, run.layout.tp) * (1 if run.layout.tp >= 8 else 4))
+    unit = lcm(run.layout.cp * 2, run.layout.cp * run.layout.tp)
+    return min(run.batch.sequence, unit * (1 if unit >= 8 else 4))
 
 
 def _batch(run: RunSpec) -> Any:
