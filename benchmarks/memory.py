@@ -1,59 +1,142 @@
-"""Peak memory of a side: alone in fresh ranks, by the system's own count, with the same recipe for every side.
+"""What the means against memory cost and save, beside PyTorch's own: `python -m benchmarks.memory [--rounds N]`.
 
-A tiny copy of the side takes a step first, so that libraries, threads and connections are there before anything is
-counted. Then the state of the process is noted, the side is made and warmed by a step, the high-water mark is reset,
-and two steps are taken: the peak is the mark above the state noted. glibc gives large blocks back to the system at
-once (its threshold for that would otherwise grow with each block freed, and differently for each side).
+One process, one thread, the same model and batch on both sides; rounds take turns, and the least processor time of
+each side counts. Gradients are compared before anything is timed. It prints one JSON document.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
-from collections.abc import Callable
-from pathlib import Path
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping
 
-from benchmarks.floor import Pipes
-from benchmarks.work import TINY, Side, Size
-from plait.parallel.launch import World, launch
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-LARGE = 1 << 16
-STEPS = 2
+from plait.models.decoder import Decoder
+from plait.models.init import initialise
+from plait.models.where import Where
+from plait.parallel.recompute import recompute
+from plait.parallel.tracker import Tracker
+from plait.spec.model import ModelSpec
+from plait.spec.run import RecomputeSpec
 
-
-def peak_bytes(ranks: int, make: Callable[[Size, World, Pipes], Side], size: Size) -> list[int]:
-    """Of each rank: resident bytes at the highest moment of a step, above those before the side was made."""
-    pipes = Pipes(ranks)
-    try:
-        return launch(ranks, _on_rank, make, size, pipes, threads=1, timeout_s=None)
-    finally:
-        pipes.close()
-
-
-def _on_rank(world: World, make: Callable[[Size, World, Pipes], Side], size: Size, pipes: Pipes) -> int:
-    library = ctypes.CDLL(None)
-    library.mallopt(M_MMAP_THRESHOLD, LARGE)
-    library.mallopt(M_TRIM_THRESHOLD, LARGE)
-    _take(make(TINY, world, pipes), 1)
-    gc.collect()
-    library.malloc_trim(0)
-    before = _status("VmRSS")
-    side = make(size, world, pipes)
-    _take(side, 1)
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    _take(side, STEPS)
-    return _status("VmHWM") - before
+ROWS, SEQUENCE = 4, 256
+BLOCKS = ModelSpec(
+    vocab=257, hidden=384, layers=6, heads=6, kv_heads=2, head_dim=64, ffn=1024, max_sequence=SEQUENCE
+)  # fmt: skip
+VOCABULARIES = (8192, 16384)
+LIMITS = {"full": 1.02, "selective": 1.08, "loss": 1.05}
 
 
-def _take(side: Side, steps: int) -> None:
-    for _ in range(steps):
-        side.backward()
-        side.update()
+class Checkpointed(nn.Module):
+    """A block under torch's own recomputation, without the state of a generator that nobody uses."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: object) -> object:
+        return checkpoint(self.inner, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-def _status(name: str) -> int:
-    """Bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+def decoder(spec: ModelSpec, how: RecomputeSpec) -> Decoder:
+    model = Decoder(spec, "cpu")
+    initialise(model, seed=1)
+    recompute(model, how)
+    return model.train()
+
+
+def torchs_own(spec: ModelSpec) -> Decoder:
+    model = decoder(spec, RecomputeSpec())
+    for name, block in list(model.blocks.items()):
+        model.blocks[name] = Checkpointed(block)
+    return model
+
+
+def step(model: Decoder) -> None:
+    """One forward and backward; gradients stay."""
+    tokens = torch.arange(ROWS * SEQUENCE).view(ROWS, SEQUENCE) % model.spec.vocab
+    model.zero_grad()
+    _, terms = model(tokens, Where.of(torch.arange(ROWS), SEQUENCE), tokens.roll(1, 1))
+    (terms["loss"] / terms["count"]).backward()
+
+
+def gradients(model: Decoder) -> Tensor:
+    step(model)
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def seconds(models: Mapping[str, Decoder], rounds: int) -> dict[str, float]:
+    """The least processor time of a step of each, after one that is not timed."""
+    first, *others = (gradients(model) for model in models.values())
+    assert all(torch.allclose(first, other, rtol=1e-4, atol=1e-6) for other in others), "gradients differ"
+    best = dict.fromkeys(models, float("inf"))
+    for _ in range(rounds):
+        for name, model in models.items():
+            start = time.process_time()
+            step(model)
+            best[name] = min(best[name], time.process_time() - start)
+    return best
+
+
+def held(model: Decoder) -> tuple[int, int]:
+    """Bytes from forward to backward, and at the peak; gradients are not counted."""
+    with Tracker() as tracker, tracker.watch([model]):
+        step(model)
+    report = tracker.report(p.grad for p in model.parameters() if p.grad is not None)
+    return report.between, report.peak
+
+
+def blocks(rounds: int) -> dict[str, object]:
+    """Full recompute against torch's, selective against none."""
+    models = {
+        "none": decoder(BLOCKS, RecomputeSpec()),
+        "selective": decoder(BLOCKS, RecomputeSpec(mode="selective")),
+        "full": decoder(BLOCKS, RecomputeSpec(mode="full")),
+        "torch": torchs_own(BLOCKS),
+    }
+    took = seconds(models, rounds)
+    kept = {name: held(model) for name, model in models.items()}
+    one = held(decoder(BLOCKS.model_copy(update={"layers": 1}), RecomputeSpec()))
+    entry = ROWS * SEQUENCE * BLOCKS.hidden * 4
+    return {
+        "seconds": took,
+        "full over torch": took["full"] / took["torch"],
+        "selective over none": took["selective"] / took["none"],
+        "full over none": took["full"] / took["none"],
+        "selective keeps": kept["selective"][0] / kept["none"][0],
+        "full's peak over inputs + a block": kept["full"][1] / (BLOCKS.layers * entry + one[1]),
+        "bytes": {name: {"between": between, "peak": peak} for name, (between, peak) in kept.items()},
+    }
+
+
+def losses(rounds: int) -> dict[str, object]:
+    """Head and loss in chunks against whole, at two vocabularies; the decoder has one block."""
+    found: dict[str, object] = {}
+    for vocabulary in VOCABULARIES:
+        spec = BLOCKS.model_copy(update={"vocab": vocabulary, "layers": 1})
+        models = {"plain": decoder(spec, RecomputeSpec()), "chunked": decoder(spec, RecomputeSpec(loss_chunk=256))}
+        took = seconds(models, rounds)
+        peaks = {name: held(model)[1] for name, model in models.items()}
+        found[str(vocabulary)] = {
+            "chunked over plain": took["chunked"] / took["plain"], "seconds": took, "peak bytes": peaks
+        }  # fmt: skip
+    return found
+
+
+PARTS: Mapping[str, Callable[[int], dict[str, object]]] = {"blocks": blocks, "loss": losses}
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(prog="python -m benchmarks.memory")
+    arguments.add_argument("--rounds", type=int, default=7)
+    rounds = arguments.parse_args().rounds
+    torch.set_num_threads(1)
+    print(json.dumps({"limits": LIMITS, **{name: part(rounds) for name, part in PARTS.items()}}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
