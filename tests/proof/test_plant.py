@@ -24,7 +24,7 @@ MATTERS: dict[str, tuple[str, ...]] = {
     "copied_heads_not_summed": ("kv < tp",),
     "tied_table_not_summed": ("tied over stages",),
     "copies_counted_in_norm": ("dp > 1",),
-    "input_gradient_not_summed": ("tp > 1", "no sequence parallel"),
+    "input_gradient_not_summed": ("tp > 1", "no sequence parallel", "no backward apart"),
     "labels_shifted_again": (),
     "dropout_by_local_position": ("sequence parallel", "dropout"),
     "dropout_by_local_head": ("tp > 1", "attention dropout"),

@@ -21,6 +21,7 @@ from plait.parallel import collectives, expert, tensor, zero
 from plait.parallel.collectives import Group, Transfer
 from plait.parallel.context import Attend
 from plait.parallel.expert import SpreadParts
+from plait.parallel.late import LateRowLinear
 from plait.parallel.loss import ChunkedLoss
 from plait.parallel.recompute import _Forward
 from plait.parallel.row import Row
@@ -114,13 +115,14 @@ def dropout_by_local_head() -> None:
 
 def bias_added_by_every_rank() -> None:
     """A row's bias is added before the sum, so tp times."""
-    plain = RowLinear.forward
+    for kind in (RowLinear, LateRowLinear):
+        plain = kind.forward
 
-    def forward(self: RowLinear, x: Tensor) -> Tensor:
-        y = plain(self, x)
-        return y if self.bias is None else y + (self.group.size - 1) * self.bias
+        def forward(self: Any, x: Tensor, plain: Callable[..., Tensor] = plain) -> Tensor:
+            y = plain(self, x)
+            return y if self.bias is None else y + (self.group.size - 1) * self.bias
 
-    _replace(RowLinear, "forward", forward)
+        _replace(kind, "forward", forward)
 
 
 def sent_before_complete() -> None:
