@@ -188,6 +188,18 @@ def test_an_impossible_model_is_named_and_what_follows_from_it_is_not() -> None:
 
 
 @pytest.mark.parametrize(
+    "asked",
+    [
+        ("model.mlp=relu2",),
+    ],
+)
+def test_what_this_version_lacks_is_refused_by_name(asked: tuple[str, ...]) -> None:
+    key = asked[0].partition("=")[0]
+    found = violations(load(None, asked))
+    assert key in {v.key for v in found} and all(MISSING in v.problem for v in found)
+
+
+@pytest.mark.parametrize(
     ("asked", "key", "fix"),
     [
         (['recompute.mode=["norm", "activations"]'], "recompute.mode", "did you mean activation?"),
