@@ -11,7 +11,8 @@ import os
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, TypeVarTuple
 
@@ -161,3 +162,15 @@ def run_here(world: World, target: Callable[[World, *Ts], T], *args: *Ts) -> T:
         os._exit(failure.exit_code)
     world.leave()
     return result
+
+
+@contextmanager
+def alone(rank: int, world: int) -> Iterator[None]:
+    """A default process group in which this process is `rank` and nobody else is there: what is sent goes nowhere."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

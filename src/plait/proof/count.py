@@ -8,17 +8,14 @@ so a step of one and a step that fills the pipeline give a long one exactly.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from plait.data import Batch
 from plait.models.decoder import Decoder
@@ -26,6 +23,7 @@ from plait.parallel import collectives as comm
 from plait.parallel.mesh import Mesh
 from plait.parallel.parallelize import parallelize
 from plait.parallel.traffic import TrafficCounter
+from plait.parallel.world import alone
 from plait.spec.fit import fit
 from plait.spec.layout import Layout
 from plait.spec.pipeline import chunks_of
@@ -66,7 +64,7 @@ def _count(run: RunSpec, layout: Layout, rank: int, backend: str) -> Count:
     micro_batches = run.batch.global_size // (layout.dp * run.batch.micro_size)
     full = layout.pp * chunks_of(run.schedule)  # as many as a pipeline ever holds
     lengths = (1, full) if micro_batches > full > 1 and run.schedule.file is None else (micro_batches,)
-    with _alone(rank, layout.world):
+    with alone(rank, layout.world):
         mesh = Mesh(layout, "cpu", backend)
         steps = [_step(run, mesh, length) for length in lengths]
     (first, states), (last, _) = steps[0], steps[-1]
@@ -76,16 +74,6 @@ def _count(run: RunSpec, layout: Layout, rank: int, backend: str) -> Count:
         calls, sent = (a + (b - a) * times for a, b in zip(first[key], last[key], strict=True))
         collectives.setdefault(key[0], {})[key[1]] = {"calls": round(calls), "bytes": round(sent)}
     return Count(rank, states, collectives, micro_batches, lengths)
-
-
-@contextmanager
-def _alone(rank: int, world: int) -> Iterator[None]:
-    """A process group in which this process is a rank, and the others are nobody."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _step(run: RunSpec, mesh: Mesh, micro_batches: int) -> tuple[Rows, dict[str, int]]:
