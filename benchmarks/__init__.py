@@ -7,7 +7,8 @@
     sharded_peers.py  PyTorch's fully_shard, and DeepSpeed (optional: requirements-peers.txt)
     tensor_peer.py    PyTorch's tensor parallelism, on a plain Llama
     contest.py        which sides meet, on how many ranks; equal gradients first, then turns by the clock
-    memory.py         peak memory of a side
+    peak.py           peak memory of a side
+    memory.py         recompute and the loss in chunks beside torch's own: a command of its own
     verdict.py        from times to medians, ratios and intervals
     table.py          from result files to docs/benchmarks.md
 

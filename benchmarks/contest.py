@@ -11,6 +11,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from statistics import mean
 from time import perf_counter, process_time
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.floor import Pipes, floor
-from benchmarks.memory import peak_bytes
+from benchmarks.peak import peak_bytes
 from benchmarks.peers import SCHEDULES, DataParallel, Pipelining, PipeliningFloor, PlainFloor, PlainLoop, PlainShard
 from benchmarks.plait_side import plait
 from benchmarks.sharded_peers import DeepSpeed, FullySharded, ShardedFloor
@@ -151,6 +152,8 @@ CONTESTS: Mapping[str, tuple[list[Callable[[int], Contest]], tuple[int, ...]]] =
 
 def hold(contest: Contest, size: Size, rounds: int, steps: int) -> Turns:
     """Run a contest on forked ranks of one thread each. Raises ValueError, in words, where two sides do not agree."""
+    if contest.needs is not None:
+        import_module(contest.needs)  # once, before ranks are forked
     pipes = Pipes(contest.ranks)
     try:
         everyone = launch(contest.ranks, _on_rank, contest, size, rounds, steps, pipes, threads=1, timeout_s=None)

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.contest import CONTESTS, hold
 from benchmarks.floor import Floor, Pipes
-from benchmarks.memory import peak_bytes
+from benchmarks.peak import peak_bytes
 from benchmarks.peers import PipeliningFloor, PlainLoop
 from benchmarks.plait_side import Plait
 from benchmarks.tensor_peer import llama_names
@@ -29,7 +29,13 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("contest", [make(1 if name == "one" else 2) for name, make in KINDS], ids=lambda c: c.key)
+MEETING = [make(1 if name == "one" else 2) for name, make in KINDS]
+SLOW_TO_IMPORT = pytest.mark.timeout(600)
+
+
+@pytest.mark.parametrize(
+    "contest", [pytest.param(c, id=c.key, marks=[SLOW_TO_IMPORT] if c.needs else []) for c in MEETING]
+)
 def test_both_sides_have_equal_gradients(contest):
     if contest.needs is not None:
         pytest.importorskip(contest.needs, reason="an optional peer: benchmarks/requirements-peers.txt")
