@@ -15,6 +15,7 @@ from tests.spec.drawn import few, layouts
 
 # Group -> the coordinates that differ inside it, slowest first, where it is not the one of the same name.
 VARYING = {
+    "self": (),
     "copies": ("copy",),
     "dp_cp": ("replicate", "shard"),
     "stage": ("edp", "ep", "etp"),
