@@ -19,6 +19,7 @@ from plait.spec.errors import BrokenCheckpoint, CheckpointMismatch, RankFailed, 
 from plait.spec.fit import fit
 from plait.spec.run import CheckpointSpec, OptimSpec, RunSpec, TrainSpec
 from plait.train.job import train
+from plait.train.resume import Start
 from tests.fixtures import T0, run_of
 
 SAVING = [point for point in POINTS if point.startswith(("snapshot", "save"))]
@@ -36,7 +37,9 @@ def a_run(folder: Path, steps: int = 4, keep: int = 10, resume: str | None = "au
 
 
 def go(run: RunSpec, changes: frozenset[str] = frozenset()) -> Any:
-    return launch(fit(run).world, train, run, Path(str(run.train.run_dir)), changes, threads=1, timeout_s=60)[0]
+    return launch(
+        fit(run).world, train, run, Path(str(run.train.run_dir)), Start(None, changes), threads=1, timeout_s=60
+    )[0]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.cli.main import COMMANDS, LATER_COMMANDS, LATER_FLAGS, main
+from plait.cli.main import COMMANDS, main
 from plait.cli.run import read_run
 from plait.spec.errors import PlaitError, UsageError
 
@@ -58,16 +58,6 @@ def test_a_mistake_is_named_with_the_way_out_and_exits_2(
     assert out == ""
     assert first.startswith("error: ") and error in first
     assert second.startswith("hint: ") and hint in second
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [[command, "x.toml", "--fits"] for command in LATER_COMMANDS]
-    + [[command, f"{flag}=1"] for command, flags in LATER_FLAGS.items() for flag in flags],
-)
-def test_what_comes_later_is_refused_by_name(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
-    assert "is not available in this version" in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback_wherever_it_stands() -> None:

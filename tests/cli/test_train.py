@@ -60,7 +60,7 @@ def test_json_is_one_document_with_the_promised_keys(tmp_path: Path) -> None:
     rows = [row for operations in summary["collectives"].values() for row in operations.values()]
     assert rows and all(set(row) == {"calls", "bytes"} for row in rows)
     assert summary["collectives"]["pp"]["send"]["calls"] == 2 * 2 * 4  # tp 2, 4 micro-batches of both replicas, 2 ways
-    assert {path.name for path in folder.iterdir()} == {"run.toml", "metrics.jsonl", "spans.jsonl"}
+    assert {path.name for path in folder.iterdir()} == {"run.toml", "metrics.jsonl", "spans.jsonl", "trace.json"}
     assert tomllib.loads((folder / "run.toml").read_text())["layout"]["pp"] == 2
 
 

@@ -53,6 +53,17 @@ def candidates(place: Path) -> list[Path]:
     return folders(place) or folders(place / "checkpoints")
 
 
+def newest(place: Path) -> Manifest:
+    """The newest complete checkpoint that a path means; UsageError where it means none."""
+    for path in (found := candidates(place)):
+        try:
+            return complete(path)
+        except BrokenCheckpoint:
+            if len(found) == 1:
+                raise
+    raise UsageError(f"{place} holds no checkpoint{' that is whole' if found else ''}")
+
+
 def expire(shelf: Path, keep: int) -> list[Path]:
     """Remove all but the `keep` newest complete checkpoints, and what interrupted saves left behind."""
     gone, kept = [], 0

@@ -43,8 +43,9 @@ class Source:
     def read(self, name: str, rectangle: Rectangle, state: str = WEIGHT) -> Tensor:
         """A rectangle of one state of a tensor, on the CPU, in the dtype of the file."""
         tensor = self.manifest.tensors[name]
-        values = torch.empty([b - a for a, b in rectangle], dtype=getattr(torch, self.manifest.facts.dtype))
-        filled = 0
+        dtype = getattr(torch, self.manifest.facts.dtype)
+        values: Tensor | None = None
+        filled, wanted = 0, area(rectangle)
         for part in tensor.parts:
             common = overlap(part.rectangle, rectangle)
             if common is None:
@@ -53,10 +54,15 @@ class Source:
             entry = file.entry(key_of(state, name, part.rectangle))
             if entry.shape != tuple(b - a for a, b in part.rectangle) or entry.dtype != self.manifest.facts.dtype:
                 raise BrokenCheckpoint(file.path, f"{name} is {entry.dtype} {entry.shape} there")
-            values[slices(common, rectangle)] = read_part(file, entry.start, common, part.rectangle, values.dtype)
+            found = read_part(file, entry.start, common, part.rectangle, dtype)
             filled += area(common)
-        if filled != values.numel():
-            raise BrokenCheckpoint(self.manifest.folder, f"holds {filled} of {values.numel()} elements of {name}")
+            if common == rectangle:
+                values = found
+                break
+            values = torch.empty([b - a for a, b in rectangle], dtype=dtype) if values is None else values
+            values[slices(common, rectangle)] = found
+        if values is None or filled != wanted:
+            raise BrokenCheckpoint(self.manifest.folder, f"holds {filled} of {wanted} elements of {name}")
         return values
 
     def _file(self, name: str) -> File:

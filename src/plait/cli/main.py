@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from plait import __version__
-from plait.spec.errors import PlaitError, UsageError
+from plait.spec.errors import PlaitError
 
 # Command -> its line in the help. `plait.cli.<command>` defines a function of the same name.
 COMMANDS = {
@@ -22,11 +22,9 @@ COMMANDS = {
     "verify": "Prove that a split computes what one device computes.",
     "plan": "Plan a run: which split fits, how fast, and how sure; no torch needed.",
     "measure": "Measure the machine at hand, as a cluster file for plait plan.",
-    "show": "Show who holds what, the pipeline's timeline, or where the memory goes.",
+    "convert": "Turn a checkpoint into a Hugging Face directory, or such a directory into a checkpoint.",
+    "show": "Show who holds what, the pipeline's timeline, where the memory goes, or what a checkpoint holds.",
 }
-# What this version does not have yet; a row goes when its mechanism comes.
-LATER_COMMANDS = ("convert",)
-LATER_FLAGS = {"train": ("--from",)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = [argument for argument in arguments if argument != "--debug"] or ["--help"]
     command = next((argument for argument in arguments if not argument.startswith("-")), "")
     try:
-        _refuse_later(command, arguments)
         return _application(command)(arguments, prog_name="plait", standalone_mode=False) or 0
     except PlaitError as error:
         if debug:
@@ -45,15 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:  # an unknown command or flag, a value of the wrong type
         help_of = f"plait {command} --help" if command in COMMANDS else "plait --help"
         return _report(" ".join(error.format_message().split()), help_of, error.exit_code)
-
-
-def _refuse_later(command: str, arguments: Sequence[str]) -> None:
-    if command in LATER_COMMANDS:
-        raise UsageError(f"plait {command} is not available in this version", "there are: " + ", ".join(COMMANDS))
-    given = {argument.partition("=")[0] for argument in arguments}
-    for flag in LATER_FLAGS.get(command, ()):
-        if flag in given:
-            raise UsageError(f"plait {command} {flag} is not available in this version")
 
 
 def _application(asked: str) -> typer.Typer:

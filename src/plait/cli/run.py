@@ -10,7 +10,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from typing import Annotated, Any, get_type_hints
@@ -35,8 +35,10 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout 
 _OVERRIDE = re.compile(r"[\w.-]+=")
 
 
-def read_run(words: Sequence[str] | None) -> RunSpec:
+def read_run(words: Sequence[str] | None, model: Mapping[str, Any] | None = None) -> RunSpec:
     """The run that the words describe: at most one file, and overrides applied in their order.
+
+    `model` stands in for the built-in one, where no file says what it is.
 
     Raises UsageError for a second file, and what `load` raises for a run that cannot be.
     """
@@ -44,7 +46,7 @@ def read_run(words: Sequence[str] | None) -> RunSpec:
     files = [word for word in words or () if not _OVERRIDE.match(word)]
     if len(files) > 1:
         raise UsageError(f"{len(files)} run files, at most 1: {', '.join(files)}", "an override is section.key=value")
-    return load(files[0] if files else None, overrides)
+    return load(files[0] if files else None, overrides, model)
 
 
 def settled(run: RunSpec, world: int | None) -> RunSpec:

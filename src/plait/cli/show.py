@@ -14,6 +14,8 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
+from plait.checkpoint.picture import picture_checkpoint
+from plait.checkpoint.shelf import candidates
 from plait.cli.run import Json, Words, read_run, settled
 from plait.spec.errors import UsageError
 from plait.spec.fit import fit
@@ -32,7 +34,8 @@ class Picture(Protocol):
 
 def show(
     what: Annotated[
-        str, typer.Argument(metavar="layout|schedule|memory|RUN_DIR", show_default=False, help="The picture.")
+        str,
+        typer.Argument(metavar="layout|schedule|memory|RUN_DIR|CHECKPOINT", show_default=False, help="The picture."),
     ],
     words: Words = None,
     world: Annotated[
@@ -50,7 +53,8 @@ def show(
 ) -> None:
     """Show who holds what (layout), the pipeline's timeline (schedule), or the bytes of each rank (memory).
 
-    Of a run's directory: the planned timeline, and below it the measured one.
+    Of a run's directory: the planned timeline, and below it the measured one. Of a checkpoint: its tensors, where its
+    run stood, and whether every byte of it is still as it was written.
     """
     picture = _planned(what, words, world) if what in PICTURES else _measured(what, words, world)
     for path, kind in ((html, "html"), (trace, "trace")):
@@ -84,6 +88,8 @@ def _measured(folder: str, words: Sequence[str] | None, world: int | None) -> Pi
         raise UsageError(f"plait show {folder}: neither {known} nor a run's directory", "plait show --help")
     if words or world:
         raise UsageError(f"{folder} holds a run that has been: nothing can be overridden", f"plait show {folder}")
+    if candidates(Path(folder)) == [Path(folder)]:
+        return picture_checkpoint(Path(folder))
     from plait.report.measured import picture_run
 
     return picture_run(Path(folder))

@@ -5,23 +5,28 @@ Torch is imported inside the command, so that its help needs none.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from plait.checkpoint.shelf import newest
 from plait.cli.run import Json, Words, changed_by, need_torch, read_run, settled, to_json
 from plait.spec.errors import RankFailed, UsageError
+from plait.spec.families import from_hf_config
 from plait.spec.fit import fit
 from plait.spec.load import dump
 from plait.spec.run import RunSpec
 
 if TYPE_CHECKING:
     from plait.train.metrics import Summary
+    from plait.train.resume import Start
 
 MOST_UNASKED = 64  # local ranks
 
@@ -31,6 +36,15 @@ def train(
     nproc: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Local processes; default: the product of the axes.", show_default=False),
+    ] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="DIR",
+            show_default=False,
+            help="Begin with the model and weights of a Hugging Face directory or a checkpoint.",
+        ),
     ] = None,
     restarts: Annotated[
         int, typer.Option(min=0, metavar="N", help="Start failed local ranks again, from the newest checkpoint.")
@@ -42,7 +56,7 @@ def train(
     Exit codes: 0 done, 1 a rank failed, 2 a mistake in what was asked, 3 training stopped itself (a loss that is not
     finite), 130 and 143 stopped and saved after Ctrl-C and SIGTERM.
     """
-    run = read_run(words)
+    run = read_run(words, None if start is None else _model_in(start))
     world = (
         int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else nproc
     )  # torchrun has set the one, the user the other
@@ -57,6 +71,7 @@ def train(
     from plait.parallel.world import device_kind, joined_world, run_here
     from plait.train.job import closing
     from plait.train.job import train as train_rank
+    from plait.train.resume import Start
 
     device = device_kind(run.train.device)
     joined = joined_world(device)
@@ -64,11 +79,11 @@ def train(
         raise UsageError("--restarts starts local ranks again, and these are torchrun's", "torchrun --max-restarts")
     first = joined is None or joined.rank == 0
     folder = _make_folder(run) if first else None
-    changes = changed_by(words)
+    how = Start(start, changed_by(words))
     if joined is not None:
-        summary = run_here(joined, train_rank, run, folder, changes)
+        summary = run_here(joined, train_rank, run, folder, how)
     else:
-        summary = _launch(Job(run, layout.world, folder, changes, device), restarts)
+        summary = _launch(Job(run, layout.world, folder, how, device), restarts)
     if summary is not None:
         print(to_json(summary.as_dict()) if as_json else "\n".join(closing(summary)))
 
@@ -80,8 +95,19 @@ class Job:
     run: RunSpec
     world: int
     folder: Path | None
-    changes: frozenset[str]
+    start: Start
     device: str
+
+
+def _model_in(start: Path) -> Mapping[str, Any]:
+    """The model of a Hugging Face directory or a checkpoint, as the table of a run file."""
+    if (start / "config.json").exists():
+        try:
+            return from_hf_config(json.loads((start / "config.json").read_text("utf-8"))).model_dump()
+        except ValueError as error:
+            raise UsageError(f"{start / 'config.json'}: not JSON: {error}") from error
+    found: Mapping[str, Any] = newest(start).facts.run["model"]
+    return found
 
 
 def _launch(job: Job, restarts: int) -> Summary | None:
@@ -93,7 +119,7 @@ def _launch(job: Job, restarts: int) -> Summary | None:
     for failures in range(restarts + 1):
         run = job.run if failures == 0 else job.run.model_copy(update={"train": again})
         try:
-            return launch(job.world, train_rank, run, job.folder, job.changes, device=job.device)[0]
+            return launch(job.world, train_rank, run, job.folder, job.start, device=job.device)[0]
         except RankFailed as error:
             if failures == restarts or error.exit_code != RankFailed.exit_code:
                 raise

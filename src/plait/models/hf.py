@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from torch import Tensor
 from plait.models.decoder import Decoder, logical_tensors
 from plait.spec.errors import DataError
 from plait.spec.model import ModelSpec
+
+Rectangle = tuple[tuple[int, int], ...]  # (start, stop) along each dim
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ NAMES: dict[str, tuple[Row, ...]] = {
     "deepseek_v3": _DEEPSEEK,
 }
 
-_HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"
 # Buffers that old files carry; they follow from the spec.
 _DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -148,6 +152,63 @@ def to_hf(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
     return theirs
 
 
+class Origin(NamedTuple):
+    """Where one of our tensors lies in their files: rows from `start` on of `name` (transposed or not), or, where
+    `experts` are several names, each of them one index of our first dim."""
+
+    name: str
+    experts: tuple[str, ...]
+    start: int
+    transposed: bool
+
+    def read(self, rectangle: Rectangle, read: Callable[[str, Rectangle], Tensor]) -> Tensor:
+        """A rectangle of our tensor, from `read(their name, rectangle of theirs)`."""
+        (low, high), *rest = rectangle
+        if self.experts:
+            return torch.stack([read(name, tuple(rest)) for name in self.experts[low:high]])
+        rows = (low + self.start, high + self.start)
+        return read(self.name, (*rest, rows)).T if self.transposed else read(self.name, (rows, *rest))
+
+
+def origins(spec: ModelSpec) -> dict[str, Origin]:
+    """Our name -> where it lies. What a router remembers of its load lies nowhere."""
+    shapes = {t.name: t.shape for t in spec.parameters()}
+    found = {}
+    for row in _rows(spec):
+        starts = itertools.accumulate((shapes[name][0] for name in row.ours), initial=0)
+        names = _names(row, spec)
+        for name, start in zip(row.ours, starts, strict=False):
+            found[name] = Origin(names[0], tuple(names) if "{e}" in row.theirs else (), start, row.transposed)
+    return found
+
+
+def names_in(files: Iterable[str], spec: ModelSpec) -> dict[str, str]:
+    """Their name of each tensor that the model needs -> its name in the files. A tied table may stand at either place.
+
+    Raises DataError naming what is missing or unknown.
+    """
+    found = _with_prefix({name: name for name in files}, spec)
+    table, head = NAMES[spec.family][0].theirs, found.get(HEAD)
+    if spec.tied and head is not None:
+        found.setdefault(table, found.pop(HEAD))
+        found.pop(HEAD, None)
+    known = {name for row in _rows(spec) for name in _names(row, spec)}
+    _refuse("lacks", known - found.keys())
+    _refuse("has unknown tensors", found.keys() - known)
+    return found
+
+
+def shapes_in_hf(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Their name -> its shape, and our tensors that lie in it, in the order of the model."""
+    shapes = {t.name: t.shape for t in spec.parameters()}
+    found: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+    for row in _rows(spec):
+        rows, *rest = sum(shapes[name][0] for name in row.ours), *shapes[row.ours[0]][1:]
+        shape = tuple(rest) if "{e}" in row.theirs else (*rest, rows) if row.transposed else (rows, *rest)
+        found |= {name: (shape, row.ours) for name in _names(row, spec)}
+    return found
+
+
 @torch.no_grad()
 def load_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
     """Fill a whole Decoder in place from tensors under our global names."""
@@ -176,7 +237,7 @@ def _names(row: Row, spec: ModelSpec) -> list[str]:
     return [row.theirs.format(e=e) for e in range(experts)]
 
 
-def _with_prefix(state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
+def _with_prefix(state: Mapping[str, V], spec: ModelSpec) -> dict[str, V]:
     """Names as a causal language model has them: files of the bare body lack the first word.
 
     DeepSeek-V3's layer after the last predicts a further token, and is no part of the decoder.
@@ -190,15 +251,15 @@ def _with_prefix(state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tens
     }
     if any(name.startswith(prefix) for name in state):
         return state
-    return {name if name == _HEAD else prefix + name: value for name, value in state.items()}
+    return {name if name == HEAD else prefix + name: value for name, value in state.items()}
 
 
 def _fill_tied(state: dict[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
     """Either place of a tied tensor will do; two different values contradict the spec."""
     table = NAMES[spec.family][0].theirs
-    head, embedding = state.pop(_HEAD, None), state.get(table)
+    head, embedding = state.pop(HEAD, None), state.get(table)
     if head is not None and embedding is not None and not torch.equal(head, embedding):
-        raise DataError(f"{_HEAD} and {table} differ, and model.tied says that they are one", "set model.tied=false")
+        raise DataError(f"{HEAD} and {table} differ, and model.tied says that they are one", "set model.tied=false")
     if embedding is None and head is not None:
         state[table] = head
     return state

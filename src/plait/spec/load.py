@@ -26,19 +26,22 @@ PRESET: Key = ("model", "preset")
 BUILTIN: Mapping[str, str] = {"preset": "builtin"}  # the model of a run that says nothing of it
 
 
-def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> RunSpec:
+def load(
+    path: str | Path | None = None, overrides: Iterable[str] = (), model: Mapping[str, Any] | None = None
+) -> RunSpec:
     """The run of a TOML file (none: the built-in run) with `section.key=value` overrides applied in order.
 
     A preset gives every field of [model], and fields beside it replace the preset's; head_dim and kv_heads follow from
     hidden and heads again where they do in the preset. An override of model.preset puts aside all that the file says
-    of its model. Raises InvalidRun (all problems at once) or UsageError (no such file, not TOML).
+    of its model. `model` stands in for the built-in one where the file says nothing of it. Raises
+    InvalidRun (all problems at once) or UsageError (no such file, not TOML).
     """
     source, text = ("", "") if path is None else (str(path), _read(Path(path)))
     table = _parse(text, source)
     origins = Origins(text)
     given = [(override, *_parse_override(override)) for override in overrides]
     if "model" not in table or PRESET in [key for _, key, _ in given]:
-        table["model"] = dict(BUILTIN)
+        table["model"] = dict(model or BUILTIN)
     for override, key, value in given:
         _set(table, key, value)
         origins.override(key, override)

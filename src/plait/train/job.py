@@ -27,18 +27,19 @@ from plait.train.keep import heeding_signals, keeping
 from plait.train.loop import Training, prepare, train_steps
 from plait.train.memory import in_words
 from plait.train.metrics import Metrics, Summary, peak_memory
+from plait.train.resume import ANEW, Start
 from plait.train.sinks import Sink, open_sinks
 
 PROMPT = "def "  # what a sample begins with
 
 
-def train(world: World, run: RunSpec, folder: Path | None, changes: frozenset[str] = frozenset()) -> Summary | None:
+def train(world: World, run: RunSpec, folder: Path | None, start: Start = ANEW) -> Summary | None:
     """Train on this rank of the world; rank 0 gets the summary. `folder` is the run's directory, made already.
 
-    `changes` are the keys that may differ from those of the run that is resumed. Raises Interrupted once a run that was
+    `start` says what it begins with. Raises Interrupted once a run that was
     asked to stop is saved.
     """
-    training = prepare(run, world, changes)
+    training = prepare(run, world, start)
     if world.rank == 0:
         for line in _opening(training):
             print(line, file=sys.stderr, flush=True)

@@ -29,7 +29,7 @@ from plait.spec.run import RunSpec
 from plait.train.keep import Keeper, keeping
 from plait.train.memory import Watch
 from plait.train.metrics import Metrics, peak_flops
-from plait.train.resume import Resumed, places, resume
+from plait.train.resume import ANEW, Resumed, Start, begin, places, resume
 from plait.train.step import Step
 
 
@@ -54,16 +54,18 @@ class Training:
     traffic: Traffic | None = None
 
 
-def prepare(run: RunSpec, world: World, changes: frozenset[str] = frozenset()) -> Training:
-    """Everything that a run needs, on this rank; where it goes on, `changes` are keys that may differ since."""
+def prepare(run: RunSpec, world: World, start: Start = ANEW) -> Training:
+    """Everything that a run needs, on this rank; `start` says what it begins with."""
     layout = fit(run, world.size, node=world.local_size)
     mesh = Mesh(layout, world.device)
     data = open_data(run.data, run.batch.sequence, run.train.seed, run.model.vocab)
     _same_data(data, mesh)
     paths, notices = places(run, mesh.group("world"))
-    parallel = parallelize(Decoder(run.model), mesh, run, _nothing if paths else None)
+    parallel = parallelize(Decoder(run.model), mesh, run, _nothing if paths or start.weights else None)
     step = Step(run, mesh, parallel)
-    at = resume(step, paths, data.fingerprint, changes) if paths else Resumed(0, ())
+    at = resume(step, paths, data.fingerprint, start.changes) if paths else Resumed(0, ())
+    if start.weights is not None and not paths:
+        at = Resumed(0, (begin(step, start.weights),))
     watch = Watch(parallel, mesh.device)
     return Training(run, world, mesh, data, parallel, step, watch, at.step, (*notices, *at.notices))
 

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from plait.checkpoint.manifest import Facts
-from plait.checkpoint.shelf import candidates, complete
-from plait.checkpoint.source import Source
+from plait.checkpoint.shelf import candidates, complete, newest
+from plait.checkpoint.source import Source, refuse_mismatch
 from plait.parallel import collectives as comm
 from plait.parallel.collectives import Group
-from plait.spec.errors import BrokenCheckpoint, CheckpointMismatch, UsageError
+from plait.spec.errors import BrokenCheckpoint, CheckpointMismatch, PlaitError, UsageError
 from plait.spec.run import RunSpec
-from plait.train.states import take_up
+from plait.train.huggingface import HuggingFace, is_huggingface
+from plait.train.states import shapes_of, take_up, take_weights
 from plait.train.step import Step
 
 CHECKPOINTS = "checkpoints"  # in a run's directory
@@ -27,6 +28,17 @@ AUTO = "auto"
 # What makes a run another one: the sections or keys that may change only where the command line says so.
 FIXED = ("model", "optim", "batch.sequence", "data.mask_documents", "data.mask_field", "train.steps", "train.seed")
 NEVER = ("batch.global_size",)  # samples are counted in global batches
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run begins: with these weights, if no checkpoint of its own is there; and which keys may differ from it."""
+
+    weights: Path | None = None
+    changes: frozenset[str] = frozenset()
+
+
+ANEW = Start()
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,35 @@ def _look(run: RunSpec) -> dict[str, Any]:
     return {"paths": whole, "notices": notices}
 
 
+def begin(step: Step, folder: Path) -> str:
+    """Take the weights of a Hugging Face directory or a checkpoint, and nothing else. Collective."""
+    problem: dict[str, Any] | None = None
+    try:
+        with _weights_in(folder, step.run) as source:
+            take_weights(step, source.read)
+    except PlaitError as error:
+        problem = {"usage": isinstance(error, UsageError), "message": error.message, "hint": error.hint}
+    told = _first(problem, step.mesh.group("world"))
+    if told is not None:
+        raise (UsageError if told["usage"] else PlaitError)(told["message"], told["hint"])
+    step.states.publish()
+    return f"weights from {folder}"
+
+
+def _weights_in(folder: Path, run: RunSpec) -> HuggingFace | Source:
+    if is_huggingface(folder):
+        return HuggingFace(folder, run.model)
+    manifest = newest(folder)
+    refuse_mismatch(manifest, shapes_of(run), ())
+    return Source(manifest)
+
+
+def _first(mine: dict[str, Any] | None, group: Group) -> dict[str, Any] | None:
+    """The first problem of any rank, on every rank."""
+    told = [json.loads(text) for text in comm.gather_bytes(json.dumps(mine).encode(), group)]
+    return next((found for found in told if found), None)
+
+
 def resume(step: Step, paths: list[Path], data: str, changes: frozenset[str] = frozenset()) -> Resumed:
     """Take up the first checkpoint of `paths` that every rank can read. Collective.
 
@@ -80,8 +121,7 @@ def resume(step: Step, paths: list[Path], data: str, changes: frozenset[str] = f
     group = step.mesh.group("world")
     for path in paths:
         facts, problem = _try(step, path, data, changes)
-        told = [json.loads(text) for text in comm.gather_bytes(json.dumps(problem).encode(), group)]
-        problem = next((found for found in told if found), None)
+        problem = _first(problem, group)
         if problem is None:
             assert facts is not None
             step.states.publish()

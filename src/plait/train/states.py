@@ -6,6 +6,7 @@ Every state is a list of pieces in the order of `States.masters()`. Which file a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from plait.checkpoint.manifest import WEIGHT, Facts
 from plait.checkpoint.save import Parts, versions
 from plait.checkpoint.source import Source, refuse_mismatch
 from plait.parallel.precision import Dtypes
-from plait.placement.cuts import Rectangle
+from plait.placement import Piece
+from plait.placement.cuts import Rectangle, area
 from plait.spec.run import OptimSpec, RunSpec
 from plait.train.step import Step
 
@@ -26,7 +28,7 @@ MOMENTS: Mapping[str, Callable[[OptimSpec], tuple[str, ...]]] = {
 COUNTS = ("adamw",)
 SCALE = ("value", "good_steps", "patience")  # of LossScale
 
-Read = Callable[[str, Rectangle, str], Tensor]  # name, rectangle, state -> values on the CPU
+Read = Callable[[str, Rectangle], Tensor]  # name, rectangle -> values on the CPU
 
 
 def states_of(step: Step) -> dict[str, Parts]:
@@ -68,7 +70,7 @@ def take_up(step: Step, source: Source) -> None:
     for piece, master in zip(pieces, step.masters, strict=True) if facts.updates else ():
         state: dict[str, Tensor] = {name: torch.empty_like(master) for name in moments}
         for name, values in state.items():
-            _fill(values, [source.read(piece.placement.tensor.name, r, name) for r in piece.rectangles(step.mesh.rank)])
+            _fill(values, piece, step.mesh.rank, partial(source.read, state=name))
         if run.optim.name in COUNTS:
             state["step"] = torch.tensor(float(facts.updates), device=master.device)
         step.optimizer.state[master] = state
@@ -81,8 +83,7 @@ def take_up(step: Step, source: Source) -> None:
 def take_weights(step: Step, read: Read) -> None:
     """The master weights and buffers from `read`. What forward reads has them once the states are published."""
     for piece, target in (*zip((p for p, _ in step.states.masters()), step.masters, strict=True), *step.buffers):
-        name = piece.placement.tensor.name
-        _fill(target, [read(name, rectangle, WEIGHT) for rectangle in piece.rectangles(step.mesh.rank)])
+        _fill(target, piece, step.mesh.rank, read)
 
 
 def shapes_of(run: RunSpec) -> dict[str, tuple[int, ...]]:
@@ -90,5 +91,10 @@ def shapes_of(run: RunSpec) -> dict[str, tuple[int, ...]]:
     return {tensor.name: tensor.shape for tensor in run.model.parameters()}
 
 
-def _fill(target: Tensor, parts: list[Tensor]) -> None:
-    target.copy_(torch.cat([part.flatten() for part in parts]))
+def _fill(target: Tensor, piece: Piece, rank: int, read: Read) -> None:
+    """A flat piece, one rectangle after the other: never more than one of them stands in memory twice."""
+    at = 0
+    for rectangle in piece.rectangles(rank):
+        size = area(rectangle)
+        target[at : at + size].copy_(read(piece.placement.tensor.name, rectangle).reshape(-1))
+        at += size
