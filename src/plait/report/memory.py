@@ -46,7 +46,8 @@ class RankBytes:
 @dataclass(frozen=True)
 class PeakActivations:
     """Of a rank of one pp coordinate: what a micro-batch `keeps` (of it `logits` for the loss), the most that all
-    micro-batches in flight keep, `messages` on their way to other stages, and what there is `beside` at the peak."""
+    micro-batches in flight keep beside the step's tokens and labels, `messages` on their way to other stages, and what
+    there is `beside` at the peak."""
 
     pp: int
     keeps: int
@@ -144,12 +145,14 @@ def peak_activations(run: RunSpec, layout: Layout) -> tuple[PeakActivations, ...
         for stage, layers in enumerate(stages.layers)
     ]
     flight = live(schedules(run, layout.dp)[0], [stage.held for stage in of], [stage.late for stage in of])
+    batch = 2 * 8 * (run.batch.global_size // layout.dp) * (run.batch.sequence // layout.cp)  # int64
     found = []
     for pp in range(layout.pp):
         mine = [of[stage] for stage in stages.owned_by(pp)]
         keeps, logits = sum(stage.held for stage in mine), sum(stage.logits for stage in mine)
         beside = max(stage.beside for stage in mine)
-        found.append(PeakActivations(pp, keeps, logits, flight[pp].total, messages_in_flight(run, layout), beside))
+        in_flight = batch + flight[pp].total
+        found.append(PeakActivations(pp, keeps, logits, in_flight, messages_in_flight(run, layout), beside))
     return tuple(found)
 
 
