@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from plait.checkpoint.files import File
+from plait.checkpoint.files import Checksums, File
 from plait.checkpoint.manifest import Manifest, read_manifest
 from plait.spec.errors import BrokenCheckpoint
 from plait.spec.units import format_bytes, format_count
@@ -75,10 +75,14 @@ def picture_checkpoint(folder: Path) -> CheckpointPicture:
     broken = []
     for name, checksums in manifest.files.items():
         try:
-            with File(folder / name, checksums) as file:
-                buffer = memoryview(bytearray(CHUNK))
-                for start in range(0, checksums.size, CHUNK):
-                    file.read_into(buffer[: min(CHUNK, checksums.size - start)], start)
+            _read_whole(folder / name, checksums)
         except BrokenCheckpoint as error:
             broken.append((name, error.reason))
     return CheckpointPicture(manifest, tuple(broken))
+
+
+def _read_whole(path: Path, checksums: Checksums) -> None:
+    buffer = memoryview(bytearray(CHUNK))
+    with File(path, checksums) as file:
+        for start in range(0, checksums.size, CHUNK):
+            file.read_into(buffer[: min(CHUNK, checksums.size - start)], start)
