@@ -8,6 +8,7 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: eight ranks share the machine
 
+import hypothesis
 import pytest
 
 with contextlib.suppress(ImportError):  # the tests of the torch-free packages run in a base installation too
@@ -17,6 +18,11 @@ with contextlib.suppress(ImportError):  # the tests of the torch-free packages r
 
 FORKING = ("parallel", "train", "checkpoint", "proof", "benchmarks")  # folders of tests that fork ranks
 PROOF_TIMEOUT = 1800  # seconds
+
+
+# An example has no time of its own: the machine may be busy. Each test has a limit.
+hypothesis.settings.register_profile("plait", deadline=None)
+hypothesis.settings.load_profile("plait")
 
 
 def pytest_configure(config: pytest.Config) -> None:
