@@ -98,7 +98,7 @@ def test_the_floor_of_a_pipeline_keeps_its_bubble(made_by):
             model = next(iter(floor.parallel.stages.values())).module
         else:
             floor = PipeliningFloor(TINY, world, pipes, "1f1b", 4)
-            model = floor.model
+            model = floor.models[0]
         floor.backward()
         if world.rank == 0:
             model.rotary.register_forward_pre_hook(lambda *_: sleep(0.1))
