@@ -16,7 +16,7 @@ from plait.placement import place
 from plait.placement.cuts import area
 from plait.spec.fit import fit
 from plait.spec.model import ModelSpec
-from plait.spec.run import RunSpec, ZeroSpec
+from plait.spec.run import RecomputeSpec, RunSpec, ZeroSpec
 from tests.fixtures import M0, ROWS, SEQUENCE, T0, assert_equals_one_device, mixture, run_of
 from tests.launching import on_ranks
 from tests.ranks import Rank
@@ -162,6 +162,22 @@ def test_b80_a_rank_holds_experts_by_ep_the_router_whole_and_the_rest_by_tp(layo
         return sum(p.numel() for s in Rank.of(run).parallel.stages.values() for p in s.module.parameters())
 
     assert on_ranks(fit(run).world, on_rank) == [held] * fit(run).world
+
+
+@pytest.mark.parametrize("layout", [{}, {"dp": 2, "ep": 2}])
+def test_b21_recompute_counts_choices_once_and_leaves_gradients_as_they_are(layout: dict[str, Any]) -> None:
+    def on_rank(rank: int, world: int, mode: str) -> tuple[Any, list[Tensor]]:
+        run = run_of(mixture(**LOSSES), **layout).model_copy(update={"recompute": RecomputeSpec(mode=mode)})
+        here = Rank.of(run)
+        sums = here.backward()
+        assert [int(c.load.sum()) for c in here.step.loads.counted.values()] == [ROWS * SEQUENCE * 2] * T0.layers
+        return (dict(sums.auxiliary), dict(sums.experts)), [g.clone() for _, g in here.step.states.gradients()]
+
+    plain, *others = (on_ranks(fit(run_of(M0, **layout)).world, on_rank, m) for m in ("none", "selective", "full"))
+    for other in others:
+        for (told, gradients), (also, same) in zip(plain, other, strict=True):
+            assert told == also
+            assert all(torch.equal(a, b) for a, b in zip(gradients, same, strict=True))
 
 
 # --- traffic ---------------------------------------------------------------------------------------------------------

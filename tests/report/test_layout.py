@@ -126,3 +126,15 @@ def test_a_large_world_stays_on_one_screen() -> None:
 
 def test_one_rank_has_no_groups() -> None:
     assert "none: every axis is 1" in pictured().text(100)
+
+
+def test_experts_are_shown_with_both_of_their_cuts_and_a_ring_with_its_balance() -> None:
+    degrees = ("layout.cp=2", "layout.tp=2", "layout.dp=2", "layout.ep=2", "layout.etp=2")
+    picture = pictured("model.preset=mixtral-tiny", "batch.sequence=64", *degrees)
+    roles = {row.role: row for row in picture.roles}
+    assert (roles["expert_column"].dim, roles["expert_column"].over, roles["expert_column"].parts) == (0, "ep", 2)
+    assert roles["expert_column"].second == (1, "etp", 2) and roles["expert_row"].second == (2, "etp", 2)
+    assert roles["expert_column"].gradient_sum_over == ("edp",) and roles["router"].gradient_sum_over == ("dp_cp", "tp")
+    text = picture.text(120)
+    assert "dim 0 over ep 2, dim 1 over etp 2" in text
+    assert "zigzag 1.00 × the mean in the worst step" in text and "contiguous 2.00" in text

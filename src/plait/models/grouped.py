@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.models.layers import ACTIVATIONS
-
 
 class ExpertWeights(NamedTuple):
     """gate and up (E, ffn, d), down (E, d, ffn); no gate where the MLP has none."""
@@ -82,10 +80,9 @@ Product = Callable[[Tensor, Tensor, Tensor], Tensor]  # x (M, m), W (E, n, m), c
 PRODUCTS: Mapping[tuple[str, torch.dtype], Product] = {("cuda", torch.bfloat16): _grouped}
 
 
-def grouped_mlp(x: Tensor, counts: Tensor, weights: ExpertWeights, kind: str) -> Tensor:
+def grouped_mlp(x: Tensor, counts: Tensor, weights: ExpertWeights, activation: Callable[..., Tensor]) -> Tensor:
     """The MLP of each expert on its rows of x (M, d) -> (M, d): counts (runs·E,) of each expert's rows in each run of
     rows, one run where a rank sorted them all."""
     product = PRODUCTS.get((x.device.type, x.dtype), _loop)
-    activation, _ = ACTIVATIONS[kind]
     inner = [product(x, w, counts) for w in (weights.gate, weights.up) if w is not None]
     return product(activation(*inner), weights.down, counts)

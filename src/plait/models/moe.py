@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.models.grouped import ExpertWeights, grouped_mlp
-from plait.models.layers import MLP, Factory, Terms
+from plait.models.layers import MLP, Activation, Factory, Terms
 from plait.models.where import Where
 from plait.spec.experts import Experts
 from plait.spec.model import ModelSpec
@@ -169,7 +169,7 @@ class ExpertMLPs(nn.Module):
         super().__init__()
         assert spec.moe is not None
         count, ffn, hidden = spec.moe.count, spec.moe.ffn, spec.hidden
-        self.kind = spec.mlp
+        self.activation = Activation(spec.mlp)
         self.gate = nn.Parameter(torch.empty(count, ffn, hidden, **make)) if spec.mlp == "swiglu" else None
         self.up = nn.Parameter(torch.empty(count, ffn, hidden, **make))
         self.down = nn.Parameter(torch.empty(count, hidden, ffn, **make))
@@ -179,7 +179,7 @@ class ExpertMLPs(nn.Module):
 
         Several such runs, one after the other, have counts (runs·E,).
         """
-        return grouped_mlp(x, counts, ExpertWeights(self.gate, self.up, self.down), self.kind)
+        return grouped_mlp(x, counts, ExpertWeights(self.gate, self.up, self.down), self.activation)
 
 
 def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:

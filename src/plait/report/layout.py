@@ -12,12 +12,14 @@ from typing import Any
 
 from plait.placement import Placement, StageMap, place, stages_of
 from plait.placement.cuts import area
+from plait.placement.tokens import imbalance, ring_chunks, ring_pairs, ring_runs
 from plait.report.table import elide, numbers, table
 from plait.spec.layout import GROUPS, Layout
 from plait.spec.run import RunSpec
 from plait.spec.units import format_count
 
 EXPERT_GROUPS = ("edp", "ep", "etp")
+SHOWN_CHUNK = 16  # tokens of a chunk in which pairs are counted: the shares hardly depend on it
 ROWS, COLUMNS, SHOWN_GROUPS = 10, 8, 4  # more replicas, stages or groups than this are elided in the text
 
 
@@ -36,7 +38,8 @@ class StageRow:
 
 @dataclass(frozen=True)
 class RoleRow:
-    """All tensors of one role, which are cut alike: `dim` over group `over` into `parts`, or whole."""
+    """All tensors of one role, which are cut alike: `dim` over group `over` into `parts`, or whole; and perhaps a
+    `second` dim, group and number of parts."""
 
     role: str
     tensors: tuple[str, ...]  # "*" stands for every block
@@ -46,6 +49,7 @@ class RoleRow:
     parts: int
     gradient_sum_over: tuple[str, ...]  # groups of more than one rank
     copies: int
+    second: tuple[int, str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ def picture_layout(run: RunSpec, layout: Layout) -> LayoutPicture:
         groups=_groups(layout, run.model.tied),
         stages=stage_rows,
         roles=_role_rows(placements, layout),
-        notes=(*_uneven_notes(stage_rows), *_copy_notes(placements, layout)),
+        notes=(*_uneven_notes(stage_rows), *_copy_notes(placements, layout), *_context_notes(run, layout)),
     )
 
 
@@ -157,6 +161,7 @@ def _role_row(role: str, same: Sequence[Placement], layout: Layout) -> RoleRow:
         parts=1 if whole else layout.size(first.over),
         gradient_sum_over=tuple(group for group in first.partial if layout.size(group) > 1),
         copies=first.copies,
+        second=None if first.second is None else (*first.second, layout.size(first.second[1])),
     )
 
 
@@ -177,6 +182,30 @@ def _copy_notes(placements: Sequence[Placement], layout: Layout) -> list[str]:
             name, also = placement.tensor.name, placement.tensor.also
             notes.append(f"tied: {name} = {also}, held by stage{'s' * (len(placement.stages) > 1)} {where}")
     return notes
+
+
+def _context_notes(run: RunSpec, layout: Layout) -> list[str]:
+    """How even the work of a ring is, in the order that was asked for and in the other."""
+    ring = layout.size("ring")
+    if ring == 1:
+        return []
+    loads = {}
+    for order in ("zigzag", "contiguous"):
+        asked = run.model_copy(update={"layout": run.layout.model_copy(update={"context_order": order})})
+        chunks = ring_chunks(asked)
+        length = min(run.batch.sequence, chunks * ring * SHOWN_CHUNK)
+        pairs = ring_pairs(ring_runs(length // (chunks * ring) * chunks * ring, ring, chunks))
+        totals = [sum(step[rank] for step in pairs) for rank in range(ring)]
+        loads[order] = imbalance(pairs), imbalance([totals])
+    figures = "; ".join(
+        f"{order} {worst:.2f} × the mean in the worst step, {whole:.2f} in all"
+        for order, (worst, whole) in loads.items()
+    )
+    order, how = run.layout.context_order, run.layout.context
+    return [
+        f"context: ring {ring} × ulysses {layout.ulysses}, {order} order, keys by {how}",
+        f"query-key pairs of the most loaded rank: {figures}",
+    ]
 
 
 def _rank_map(picture: LayoutPicture) -> list[str]:
@@ -225,13 +254,19 @@ def _role_table(roles: Sequence[RoleRow]) -> list[str]:
         [
             row.role,
             ", ".join(_short_names(row.tensors)),
-            "whole" if row.dim is None else f"dim {row.dim} over {row.over} {row.parts}",
+            _cut(row),
             " + ".join(row.gradient_sum_over) or "-",
             str(row.copies),
         ]
         for row in roles
     ]
     return table(["role", "tensors", "cut", "gradient is a sum over", ">copies"], rows)
+
+
+def _cut(row: RoleRow) -> str:
+    cuts = [] if row.dim is None else [(row.dim, row.over, row.parts)]
+    cuts += [] if row.second is None else [row.second]
+    return ", ".join(f"dim {dim} over {over} {parts}" for dim, over, parts in cuts) or "whole"
 
 
 def _short_names(names: Sequence[str]) -> list[str]:

@@ -142,9 +142,11 @@ def _one_step(training: Training, number: int) -> Metrics:
     flops = flops_per_token(run.model, run.batch.sequence).training * tokens
     mfu = None if peak is None else flops / seconds / (peak * mesh.layout.world)
     scale = step.scale.value if step.scale.dynamic else None
+    rates = seconds, tokens / seconds, mfu
     return Metrics(
-        number, sums.loss, sums.norm, lr, sums.labels, step.updates, seconds, tokens / seconds, mfu, loss_scale=scale
-    )
+        number, sums.loss, sums.norm, lr, sums.labels, step.updates, *rates,
+        loss_scale=scale, auxiliary=dict(sums.auxiliary), experts=dict(sums.experts),
+    )  # fmt: skip
 
 
 @contextmanager

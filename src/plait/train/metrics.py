@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from plait.train.experts import ExpertUse
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,7 @@ class Metrics:
     """One step. Loss in nats per token over the global batch; `norm` before clipping; rates per wall-clock second.
 
     `updates` counts the updates so far; `lr` is None where the step was skipped; `eval_loss` where none was made.
+    `auxiliary` are losses beside the tokens', `experts` says how those of each layer were used (mixtures only).
     `loss_scale` is what the next step's loss will be multiplied by (fp16; None in other dtypes).
     """
 
@@ -30,6 +33,8 @@ class Metrics:
     mfu: float | None = None
     eval_loss: float | None = None
     loss_scale: float | None = None
+    auxiliary: Mapping[str, float] = field(default_factory=dict)
+    experts: Mapping[int, ExpertUse] = field(default_factory=dict)
 
     @property
     def skipped(self) -> str | None:
@@ -39,8 +44,10 @@ class Metrics:
         return "no valid label in the batch" if self.labels == 0 else f"fp16 overflow, loss scale {self.loss_scale:g}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+        """For JSON; what a model has none of is left out."""
+        found = asdict(self)
+        found["experts"] = {str(layer): use._asdict() for layer, use in self.experts.items()}
+        return {name: value for name, value in found.items() if value != {}}
 
 
 @dataclass(frozen=True)
