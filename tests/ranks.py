@@ -77,8 +77,9 @@ class OneNumber(nn.Module):
         return tokens, {"loss": (self.w * tokens * valid).sum(), "count": valid.sum()}
 
 
-def one_number(run: RunSpec, w: float = 1.0) -> tuple[Step, nn.Parameter]:
-    """The steps of that network on this rank of a data-parallel run."""
+def one_number(run: RunSpec, w: float = 1.0, tokens: int = 5) -> tuple[Step, nn.Parameter]:
+    """The steps of that network on this rank of a data-parallel run, on rows of so many tokens."""
+    run = run.model_copy(update={"batch": run.batch.model_copy(update={"sequence": tokens})})
     mesh, module = Mesh(fit(run)), OneNumber(w)
     states, placements = hold(mesh, module, run)
     stage = DecoderStage(0, module, first=True, last=True)  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ def test_many_small_bf16_gradients_add_up_in_the_dtype_that_is_asked_for(
     """512 gradients of 1/512: a bf16 sum sticks at a half, where adding one changes nothing any more."""
     run = run_of(rows=micro_batches, micro_batches=micro_batches)
     precision = PrecisionSpec(compute="bfloat16", grad_accumulate=accumulate)  # type: ignore[arg-type]
-    step, w = one_number(in_precision(run, precision))
+    step, w = one_number(in_precision(run, precision), tokens=1)
     assert w.dtype == torch.bfloat16
     sums = step.backward(1, rows_of_numbers(*[[1]] * micro_batches))
     assert sums.labels == micro_batches
@@ -71,7 +71,7 @@ def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(zero: int) -> None
 
     def run(rank: int, world: int, reduce: str) -> list[float]:
         asked = run_of(zero=zero, dp=2, rows=2, micro_batches=1)
-        step, _ = one_number(in_precision(asked, PrecisionSpec(grad_reduce=reduce)))  # type: ignore[arg-type]
+        step, _ = one_number(in_precision(asked, PrecisionSpec(grad_reduce=reduce)), tokens=1)  # type: ignore[arg-type]
         for row in step.states.rows:
             row.start_gather()
             row.finish_gather()
