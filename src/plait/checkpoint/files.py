@@ -12,10 +12,11 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from plait.spec.errors import BrokenCheckpoint
 
@@ -58,22 +59,20 @@ class Checksums:
         return cls(found["size"], found["block"], tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8)))
 
 
-class _Checked:
-    """A file being written, whose blocks are summed on the way."""
+class _Sums:
+    """The checksums of a stream's blocks."""
 
-    def __init__(self, file: IO[bytes], block: int) -> None:
-        self.file, self.block = file, block
+    def __init__(self, block: int) -> None:
+        self.block = block
         self.size, self.sums = 0, [0]
 
-    def write(self, content: memoryview) -> None:
+    def add(self, content: memoryview) -> None:
         at = 0
         while at < len(content):
             take = min(self.block - self.size % self.block, len(content) - at)
             if self.size % self.block == 0 and self.size:
                 self.sums.append(0)
-            piece = content[at : at + take]
-            self.sums[-1] = zlib.crc32(piece, self.sums[-1])
-            self.file.write(piece)
+            self.sums[-1] = zlib.crc32(content[at : at + take], self.sums[-1])
             self.size, at = self.size + take, at + take
 
     def checksums(self) -> Checksums:
@@ -103,13 +102,18 @@ def write_file(path: Path, header: bytes, size: int, contents: Iterable[memoryvi
     block = SMALLEST_BLOCK
     while block * MOST_BLOCKS < size:
         block *= 2
-    with path.open("wb", buffering=0) as file:
-        checked = _Checked(file, block)
-        for content in (memoryview(header), *contents):
-            checked.write(content)
+    sums = _Sums(block)
+    with path.open("wb") as file, ThreadPoolExecutor(1) as beside:  # neither a write nor a sum holds the interpreter
+        file.write(header)
+        sums.add(memoryview(header))
+        for content in contents:
+            summed = beside.submit(sums.add, content)
+            file.write(content)
+            summed.result()
+        file.flush()
         os.fsync(file.fileno())
-    assert checked.size == size, f"{checked.size} bytes written, the header says {size}"
-    return checked.checksums()
+    assert sums.size == size, f"{sums.size} bytes written, the header says {size}"
+    return sums.checksums()
 
 
 class File:

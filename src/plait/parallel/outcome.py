@@ -60,9 +60,9 @@ class Failure:
 
 def failure_of(error: BaseException) -> Failure:
     """The failure of a rank that raised."""
-    if isinstance(error, PlaitError):
-        return Failure(Origin.RAISED, time.monotonic(), error.message, error.hint, error.exit_code)
     origin = Origin.LOST_PEER if lost_peer(error) else Origin.RAISED
+    if isinstance(error, PlaitError):
+        return Failure(origin, time.monotonic(), error.message, error.hint, error.exit_code)
     return Failure(origin, time.monotonic(), cause_of(error), "".join(traceback.format_exception(error)))
 
 
