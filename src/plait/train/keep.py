@@ -57,7 +57,8 @@ class Keeper:
             world.progress(number, "save")
             self.saver.wait()
         if step.stopping and not last:
-            raise Interrupted(step.asked, f"stopped after step {number} of {run.train.steps}, saved in {self.shelf}")
+            asked = step.asked if step.asked > 1 else signal.SIGTERM  # another rank was asked
+            raise Interrupted(asked, f"stopped after step {number} of {run.train.steps}, saved in {self.shelf}")
 
 
 @contextmanager
