@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -192,6 +192,29 @@ def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return order[: int(counts.sum())], counts
 
 
+class _ToExperts(torch.autograd.Function):
+    """Rows of x (N, d) in `order` of the places (N, k) that they go to; a row's gradient is the sum of its places'."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.shape = x.shape[0], top_k
+        return x.index_select(0, order // top_k)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        tokens, top_k = ctx.shape
+        make = torch.empty if len(order) == tokens * top_k else torch.zeros
+        places = make(tokens * top_k, grad.shape[-1], dtype=grad.dtype, device=grad.device).index_copy_(0, order, grad)
+        return places.view(tokens, top_k, -1).sum(1), None, None
+
+
+def to_experts(x: Tensor, order: Tensor, top_k: int) -> Tensor:
+    """x (N, d) -> (M, d): a token's row once for each expert that it goes to, in `order` of the places (N, k)."""
+    return cast(Tensor, _ToExperts.apply(x, order, top_k))  # type: ignore[no-untyped-call]
+
+
 def combine(out: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """Σ over a token's experts of weight · output: out (M, d) in `order` of the places of weights (N, k) -> (N, d)."""
     places = out.new_zeros(weights.numel(), out.shape[-1]).index_copy(0, order, out)
@@ -212,7 +235,7 @@ class MoE(nn.Module):
         tokens = x.flatten(0, 1)  # (N, d)
         routes, terms = self.router(tokens, Tokens.of(x, where, self.router.parts.length(x.shape[1])))
         order, counts = sort_by_expert(routes.experts, self.router.moe.count)
-        out = self.experts(tokens[order // routes.experts.shape[1]], counts)
+        out = self.experts(to_experts(tokens, order, self.router.moe.top_k), counts)
         y = combine(out, order, routes.weights).view_as(x)
         if self.shared is not None:
             y = y + self.shared(x, where)[0]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.models.layers import Terms
-from plait.models.moe import MoE, Parts, Tokens, combine, sort_by_expert
+from plait.models.moe import MoE, Parts, Tokens, combine, sort_by_expert, to_experts
 from plait.models.where import Where
 from plait.parallel import collectives as comm
 from plait.parallel.collectives import Group
@@ -247,7 +247,7 @@ class SpreadMoE(nn.Module):
         come = exchange_counts(here, ep)
         sizes = Sizes(here.sum(1).tolist(), come.sum(1).tolist())
         there, back = Journey(sizes, ep), Journey(sizes.back, ep)
-        started = start_rows(mine[order // routes.experts.shape[1]], there)
+        started = start_rows(to_experts(mine, order, self.router.moe.top_k), there)
         shared = None if self.shared is None else self.shared(x, where)[0]  # while tokens travel
         out = self._run(finish_rows(started, there), come)
         out = finish_rows(start_rows(out, back), back)
