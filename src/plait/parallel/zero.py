@@ -35,7 +35,7 @@ from plait.placement.place import Placements
 from plait.spec.run import ZeroSpec
 
 SECOND_GROUPS = ("copies", "tp", "tied")  # summed after the domain, in this order on every rank
-REDUCTIONS_IN_FLIGHT = 2  # buffers whose gradients are whole at one time, under stages 2 and 3
+REDUCTIONS_IN_FLIGHT = 1  # buffers under reduction while backward fills the next one, under stages 2 and 3
 Parts = list[tuple[Piece, Tensor]]
 
 
@@ -176,12 +176,11 @@ class States:
                 self._reduce(row)
 
     def _reduce(self, row: Row) -> None:
-        row.reduce()
-        if row.keeps_whole:
-            return
-        self._in_flight.append(row)
-        while len(self._in_flight) > REDUCTIONS_IN_FLIGHT:
+        while len(self._in_flight) >= REDUCTIONS_IN_FLIGHT:
             self._in_flight.popleft().settle()
+        row.reduce()
+        if not row.keeps_whole:
+            self._in_flight.append(row)
 
 
 def _sharing(mesh: Mesh, shard: str, repeat: str) -> Sharing:

@@ -132,6 +132,7 @@ class Step:
         for master, gradient in zip(self.masters, gradients, strict=True):
             master.grad = gradient
         self.optimizer.step()
+        self.optimizer.zero_grad()  # else these gradients would live on while the next step makes its own
         self.states.publish()
 
     def _not_finite(self, sums: Sums) -> None:
