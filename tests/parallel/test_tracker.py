@@ -130,6 +130,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "rms": {},
     "layer norm, gelu, learned positions": {"norm": "layer", "mlp": "gelu", "positions": "learned", "mlp_bias": True},
     "qk norm": {"qk_norm": True},
+    "relu": {"mlp": "relu"},
+    "squared relu": {"mlp": "relu2"},
     "dropout": {"attention_dropout": 0.1, "dropout": 0.1},
     "dropout of all heads": {"attention_dropout": 0.1, "positions": "learned", "kv_heads": 4},
     "window": {"window": 9},

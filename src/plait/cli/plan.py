@@ -116,13 +116,13 @@ def _write(asked: Any, answer: dict[str, Any], output: Path | None, system: str 
     taken = trainable(asked, answer["plans"])
     if taken is None:
         raise UsageError(
-            f"none of the {len(answer['plans'])} plans is a run that this version trains",
-            "plan with --stack plait, or see what is lacking with plait train",
+            f"none of the {len(answer['plans'])} plans is a run that plait trains",
+            "plan with --stack plait",
         )
     run, plan = taken
     if plan is not best:
         print(
-            "note: the best plan needs what this version lacks; the first one that it trains is written",
+            "note: plait does not train the best plan of this stack; the first one that it trains is written",
             file=sys.stderr,
         )
     try:

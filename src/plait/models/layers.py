@@ -70,11 +70,17 @@ def _gelu_tanh(up: Tensor) -> Tensor:
     return F.gelu(up, approximate="tanh")
 
 
+def _relu2(up: Tensor) -> Tensor:
+    return F.relu(up).square()
+
+
 # What stands between the two matrices of an MLP, and how many outputs of the first it takes.
 ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], int]] = {
     "swiglu": (_swiglu, 2),  # Shazeer 2020
     "gelu": (_gelu, 1),
     "gelu_tanh": (_gelu_tanh, 1),
+    "relu": (F.relu, 1),
+    "relu2": (_relu2, 1),  # So et al. 2021
 }
 
 

@@ -17,6 +17,11 @@ from plait.spec.run import RunSpec
 
 # Device -> whether its RMSNorm is one kernel; in pieces it keeps what it normalised too, in fp32.
 FUSED_NORM: Mapping[str, bool] = {"cuda": True, "cpu": False, "auto": False}
+# MLP -> tensors of the inner size that are kept, and those where the activation is computed again. SwiGLU keeps gate,
+# up, silu(gate) and the product; the others input and result, but the ReLU only its result.
+KEPT_BY_ACTIVATION: Mapping[str, tuple[int, int]] = {
+    **{"swiglu": (4, 2), "gelu": (2, 1), "gelu_tanh": (2, 1), "relu": (1, 1), "relu2": (2, 1)},
+}
 
 
 @dataclass(frozen=True)
@@ -134,9 +139,7 @@ def _inside_norm(s: _Sizes, vectors: int, size: int, kind: str) -> int:
 def _mlp(s: _Sizes, ffn: int, dropped: bool, tokens: int | None = None) -> int:
     """Results of the first matrices, and what the activation keeps and gives."""
     one = (s.tokens if tokens is None else tokens) * -(-ffn // s.tp) * s.width
-    if s.model.mlp == "swiglu":
-        return (2 if dropped else 4) * one  # gate, up; silu(gate), the product
-    return (1 if dropped else 2) * one
+    return KEPT_BY_ACTIVATION[s.model.mlp][dropped] * one
 
 
 def _experts(s: _Sizes) -> int:

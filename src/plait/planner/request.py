@@ -17,7 +17,6 @@ from plait.planner.ground import Ground
 from plait.planner.job import WIDTHS, Job, job_of
 from plait.planner.search import Found, Want, describe, search
 from plait.planner.stack import load_stack
-from plait.spec.available import unavailable
 from plait.spec.cluster import load_cluster
 from plait.spec.errors import UsageError
 from plait.spec.families import from_hf_config
@@ -128,35 +127,18 @@ def read_model(name: str) -> ModelSpec:
 
 def one(asked: Asked) -> Job:
     """The job of the run as it stands. Raises InvalidRun with every reason why it cannot be."""
-    return job_of(asked.run, fit(asked.run, asked.world, planned=True))._replace(compute=asked.compute)
+    return job_of(asked.run, fit(asked.run, asked.world))._replace(compute=asked.compute)
 
 
 def find(asked: Asked, top: int) -> Found:
     """The search of a request."""
     batch = asked.run.batch
     want = Want(asked.world, batch.global_size, batch.sequence, asked.compute)
-    if asked.ground.stack.name == "plait":
-        want = replace(want, lacks=Lacks(asked.run))
     return search(asked.ground, want, top)
 
 
-class Lacks:
-    """What this version of plait does not have yet, of a job; jobs with the same features are looked at once."""
-
-    def __init__(self, base: RunSpec) -> None:
-        self.base = base
-        self.known: dict[tuple[object, ...], str] = {}
-
-    def __call__(self, job: Job) -> str:
-        features = (job.cp > 1, job.ep > 1, job.etp > 1, job.chunks > 1, job.schedule, job.zero, job.recompute)
-        if features not in self.known:
-            found = unavailable(run_of(self.base, job))
-            self.known[features] = f"plait has no {', '.join(v.key for v in found)} yet" if found else ""
-        return self.known[features]
-
-
 def trainable(asked: Asked, plans: list[Estimate]) -> tuple[RunSpec, Estimate] | None:
-    """The first plan that this version's `plait train` takes, with its run."""
+    """The first plan that `plait train` takes, with its run."""
     for plan in plans:
         run = run_of(asked.run, plan.job)
         if not violations(run, plan.job.world):
@@ -167,7 +149,7 @@ def trainable(asked: Asked, plans: list[Estimate]) -> tuple[RunSpec, Estimate] |
 def settle(run: RunSpec, world: int) -> tuple[RunSpec, str]:
     """The run with the layout, micro-batch and schedule that are best for `world` ranks by plan, and a line of why.
 
-    Only what this version trains is considered. Raises UsageError where nothing fits, or nothing is legal.
+    Only what plait trains is considered. Raises UsageError where nothing fits, or nothing is legal.
     """
     free = run.layout.model_copy(update={"dp": None})
     asked = replace(resolve(run.model_copy(update={"layout": free}), Request(cluster=run.layout.cluster)), world=world)

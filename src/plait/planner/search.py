@@ -49,7 +49,6 @@ class Want:
     sequence: int
     compute: str = "bfloat16"
     most_micro: int = 16
-    lacks: Callable[[Job], str] = lambda job: ""  # what the program that trains does not have yet, of a job
 
 
 @dataclass
@@ -155,11 +154,7 @@ class Sieve:
     def survivors(self) -> Iterator[Job]:
         """Jobs to estimate."""
         for split in self.splits():
-            for job in self.batches(split):
-                if lacking := self.want.lacks(job):
-                    self.reject(lacking, 1.0, job)
-                else:
-                    yield job
+            yield from self.batches(split)
 
     # --- degrees ---
 

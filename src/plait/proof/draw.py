@@ -208,7 +208,7 @@ def _model(dice: random.Random, layout: LayoutSpec, sequence: int) -> ModelSpec:
         max_sequence=sequence + dice.choice((0, 3)),
         norm=dice.choice(("rms", "layer")),
         positions=positions,
-        mlp=dice.choice(("swiglu", "gelu", "gelu_tanh")),
+        mlp=dice.choice(("swiglu", "gelu", "gelu_tanh", "relu2")),
         qk_norm=chance(0.3),
         qkv_bias=chance(0.5),
         out_bias=chance(0.5),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from math import gcd, lcm
 
-from plait.spec.available import unavailable
 from plait.spec.errors import InvalidRun, UsageError, Violation
 from plait.spec.layout import Layout
 from plait.spec.model import ModelSpec
@@ -23,17 +22,14 @@ UNREAD = ("builtin", "synthetic")  # sources that read no file of the user's
 OTHERS_IDS = ("tokens", "synthetic")  # sources whose token ids have no text unless a tokenizer is named
 
 
-def fit(
-    run: RunSpec, world: int | None = None, train: bool = False, node: int | None = None, planned: bool = False
-) -> Layout:
+def fit(run: RunSpec, world: int | None = None, train: bool = False, node: int | None = None) -> Layout:
     """The layout of this run on `world` ranks; without a world, the product of the sizes given (dp 1 if left out).
 
     `train` also judges whether the run's data can train its model (a picture or a proof does not read it). `node` is
-    the number of ranks of each machine, for zero.shard = "node"; left out, all ranks are on one. What is only
-    `planned` may ask for what this version lacks.
+    the number of ranks of each machine, for zero.shard = "node"; left out, all ranks are on one.
     Raises InvalidRun with every violation at once.
     """
-    if found := violations(run, world, train, planned):
+    if found := violations(run, world, train):
         raise InvalidRun(found)
     dp = _dp(run, world)
     assert dp is not None
@@ -44,7 +40,7 @@ def fit(
     return layout
 
 
-def violations(run: RunSpec, world: int | None = None, train: bool = False, planned: bool = False) -> list[Violation]:
+def violations(run: RunSpec, world: int | None = None, train: bool = False) -> list[Violation]:
     """Every reason why this run cannot be, in the order of the file's sections."""
     dp = _dp(run, world)
     sizes = model_violations(run.model)
@@ -59,7 +55,6 @@ def violations(run: RunSpec, world: int | None = None, train: bool = False, plan
         *_rate_violations(run),
         *_data_violations(run),
         *(_training_violations(run) if train else []),
-        *([] if planned else unavailable(run)),
     ]
 
 

@@ -1,7 +1,7 @@
 """RunSpec: one description of a run, section by section as they stand in `run.toml`.
 
 `RunSpec()` is the built-in run: a byte-level Llama on the text of Python's own standard library. What needs several
-sections at once (does the batch divide?) is judged in `fit.py`; what this version lacks is listed in `available.py`.
+sections at once (does the batch divide?) is judged in `fit.py`.
 """
 
 from __future__ import annotations
