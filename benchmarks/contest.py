@@ -29,7 +29,7 @@ from plait.parallel.launch import World, launch
 from plait.proof.compare import TOLERANCE, error
 
 MakeSide = Callable[[Size, World, Pipes], Side]
-PIPELINE_MICRO_BATCHES = 8
+MICRO_BATCHES_PER_RANK = (1, 2, 4)  # which every schedule of the peer accepts
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ def tensor_parallel(ranks: int) -> Contest:
     return Contest("tp", title, "torch.distributed.tensor.parallel", ranks, sides, above_floor=0.7)
 
 
-def pipeline(schedule: str) -> Callable[[int], Contest]:
+def pipeline(schedule: str, per_rank: int) -> Callable[[int], Contest]:
     def contest(ranks: int) -> Contest:
-        micro = PIPELINE_MICRO_BATCHES
+        micro = per_rank * ranks
         asked = {"pp": ranks, "schedule": schedule, "micro_batches": micro}
         sides: dict[str, MakeSide] = {
             "plait": _apart(plait(**asked)),
@@ -106,8 +106,10 @@ def pipeline(schedule: str) -> Callable[[int], Contest]:
             "floor": floor(**asked),
             "floor_peer": lambda size, world, pipes: PipeliningFloor(size, world, pipes, schedule, micro),
         }
-        title = f"pipeline, {schedule}"
-        return Contest(f"pp-{schedule}", title, "torch.distributed.pipelining", ranks, sides, above_floor=0.7)
+        title = f"pipeline, {schedule}, {micro} micro-batches"
+        return Contest(
+            f"pp-{schedule}-{per_rank}p", title, "torch.distributed.pipelining", ranks, sides, above_floor=0.7
+        )
 
     return contest
 
@@ -145,7 +147,7 @@ CONTESTS: Mapping[str, tuple[list[Callable[[int], Contest]], tuple[int, ...]]] =
     "one": ([lambda ranks: one_process()], (1,)),
     "dp": ([data_parallel], (2, 4)),
     "tp": ([tensor_parallel], (2, 4)),
-    "pp": ([pipeline(schedule) for schedule in SCHEDULES], (2,)),
+    "pp": ([pipeline(schedule, each) for schedule in SCHEDULES for each in MICRO_BATCHES_PER_RANK], (2,)),
     "zero": ([sharded(3, "fsdp"), *(sharded(stage, "deepspeed") for stage in (3, 2, 1))], (2, 4)),
 }
 

@@ -30,12 +30,19 @@ SPLITS = {
 
 
 MEETING = [make(1 if name == "one" else 2) for name, make in KINDS]
+QUICK = {"dp-2", "pp-1f1b-4p-2"}  # the others take a minute together, most of it in the peers' own first step
 SLOW_TO_IMPORT = pytest.mark.timeout(600)
 
 
-@pytest.mark.parametrize(
-    "contest", [pytest.param(c, id=c.key, marks=[SLOW_TO_IMPORT] if c.needs else []) for c in MEETING]
-)
+def marks(contest):
+    return [*([pytest.mark.proof] if contest.key not in QUICK else []), *([SLOW_TO_IMPORT] if contest.needs else [])]
+
+
+def test_the_quick_contests_are_held():
+    assert {contest.key for contest in MEETING} >= QUICK
+
+
+@pytest.mark.parametrize("contest", [pytest.param(c, id=c.key, marks=marks(c)) for c in MEETING])
 def test_both_sides_have_equal_gradients(contest):
     if contest.needs is not None:
         pytest.importorskip(contest.needs, reason="an optional peer: benchmarks/requirements-peers.txt")

@@ -257,6 +257,7 @@ print(len(stream), len(stream.ends), resource.getrusage(resource.RUSAGE_SELF).ru
 """
 
 
+@pytest.mark.proof
 def test_a_million_documents_of_one_token_are_indexed_in_little_memory(tmp_path: Path) -> None:
     with (tmp_path / "x.jsonl").open("w") as file:
         file.writelines('{"text": "a"}\n' for _ in range(1_000_000))

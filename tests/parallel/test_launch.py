@@ -143,9 +143,9 @@ def test_ranks_that_are_done_do_not_disturb_the_others() -> None:
     ("kind", "at", "cause"),
     [
         ("raise", "data", "RuntimeError: injected fault"),
-        ("exit", "forward", "exit code 3"),
+        pytest.param("exit", "forward", "exit code 3", marks=pytest.mark.proof),
         ("kill", "collective", "signal 9 (SIGKILL), possibly out of memory"),
-        ("segv", "update", "signal 11 (SIGSEGV)"),
+        pytest.param("segv", "update", "signal 11 (SIGSEGV)", marks=pytest.mark.proof),
     ],
 )
 def test_the_first_to_fail_is_named_every_time_and_a_restart_works_at_once(
@@ -414,6 +414,7 @@ run_here(joined_world(), target, 5)
 """
 
 
+@pytest.mark.proof
 def test_under_torchrun_a_failure_is_in_the_log_and_the_exit_code_is_not_0(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "job.py"]

@@ -159,7 +159,7 @@ def calls_of(run: RunSpec) -> tuple[dict[str, int], dict[str, int]]:
 CROSS_ENTROPY = 2  # all-reduces of a row or two per token
 
 
-@pytest.mark.parametrize("layers", [4, 80])
+@pytest.mark.parametrize("layers", [4, pytest.param(80, marks=pytest.mark.proof)])
 def test_a_block_costs_two_all_reduces_each_way_and_the_ends_one_each_way(layers: int) -> None:
     """80 layers: 160 and 160, and one for the embedding forward, one for the head's input backward."""
     model = ModelSpec(vocab=8, hidden=4, layers=layers, heads=2, kv_heads=2, head_dim=2, ffn=4, max_sequence=16)

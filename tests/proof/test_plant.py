@@ -52,6 +52,13 @@ MATTERS: dict[str, tuple[str, ...]] = {
     "documents_forgotten_between_ranks": ("ring", "masked documents over cp"),
 }
 
+# One for each mechanism on every commit; make proof plants them all.
+QUICK = {
+    "mean_for_sum", "split_norms_not_summed", "tied_table_not_summed", "labels_shifted_again",
+    "bias_added_by_every_rank", "sent_before_complete", "padding_in_a_weight", "overflow_not_reduced",
+    "ignored_labels_in_chunks", "expert_gradients_times_ep", "positions_of_the_part",
+}  # fmt: skip
+
 
 def complaint(run: RunSpec, plant: Callable[[], None]) -> str:
     """What the proof says; copies that came apart are told by the gathering, before any comparison."""
@@ -82,10 +89,12 @@ def drawn() -> list[RunSpec]:
 
 
 def test_every_planted_bug_has_a_row_here() -> None:
-    assert set(MATTERS) == set(BUGS) and len(BUGS) >= 10
+    assert set(MATTERS) == set(BUGS) > QUICK and len(QUICK) >= 10
 
 
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.proof]) for name in BUGS]
+)
 def test_a_planted_bug_is_caught_within_20_draws(name: str) -> None:
     matter = sorted((run for run in drawn() if matters(name, run)), key=cost)
     assert any(complaint(run, BUGS[name]) for run in matter)

@@ -64,7 +64,7 @@ def test_times_count_from_the_first_start() -> None:
     "name",
     [
         "1f1b",
-        "zb-h1",
+        pytest.param("zb-h1", marks=pytest.mark.proof),
         pytest.param("v-half", marks=pytest.mark.proof),
         pytest.param("dualpipe-v", marks=pytest.mark.proof),
     ],
