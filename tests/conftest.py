@@ -28,9 +28,23 @@ hypothesis.settings.load_profile("plait")
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device (pytest -m gpu)")
     config.addinivalue_line("markers", "proof: long; make proof runs it, make test does not")
+    config.addinivalue_line("markers", "quick(n): of this test's cases n, evenly spread, are no proof")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("quick"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for each in cases.values():
+        marker = each[0].get_closest_marker("quick")
+        assert marker is not None
+        (quick,) = marker.args
+        spread = {number * len(each) // quick for number in range(quick)}
+        for number, item in enumerate(each):
+            if number not in spread:
+                item.add_marker("proof")
     # Ranks are forked from a process without other threads; tokenizers, pyarrow and progress bars start some for good.
     items.sort(key=lambda item: item.path.parent.name not in FORKING)
     for item in items:

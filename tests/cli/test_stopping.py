@@ -32,6 +32,7 @@ def started(
         [sys.executable, *launcher, "train", *LONG, f"train.run_dir={folder}", *words],
         env={**os.environ, "PYTHONPATH": SOURCE, **environment},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job of a script ignores it
     )  # fmt: skip
     try:
         yield job

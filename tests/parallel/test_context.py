@@ -138,6 +138,7 @@ def test_key_heads_are_repeated_as_little_as_every_rank_needs() -> None:
 # --- equal to one device ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_equals_one_device_with_dropout_on(variant: str) -> None:
     assert_equals_one_device(run_of(DROPPING, **VARIANTS[variant]))
@@ -153,11 +154,13 @@ def assert_documents_equal_one_device(run: RunSpec) -> None:
     assert verdict.ok, verdict.complaint
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("variant", ["ring", "gather", "ulysses", "ulysses in a ring"])
 def test_b25_packed_documents_equal_one_device_in_every_variant(variant: str) -> None:
     assert_documents_equal_one_device(run_of(WINDOWED, **VARIANTS[variant]))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
@@ -238,6 +241,7 @@ def test_b24_positions_and_documents_are_those_of_the_row() -> None:
     assert [rank[3] for rank in two] == [[0] * 4 + [1] * 4, [0] * 4 + [1] * 4]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("variant", ["ring", "gather", "ulysses", "ulysses in a ring"])
 def test_b25_a_change_of_one_document_reaches_its_own_eight_tokens_and_no_other(variant: str) -> None:
     run = with_documents(run_of(T0_GROUPED, micro_batches=1, **VARIANTS[variant]))
@@ -295,6 +299,7 @@ def traffic_on_cp(run: RunSpec) -> dict[str, dict[str, int]]:
 SHIFT = "all_to_all_single"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("cp", [2, 4])
 def test_w30_a_ring_sends_each_block_as_often_as_the_formula_says(cp: int) -> None:
     """A layer and rank: forward 2(cp-1) of K, V; backward 2(cp-1) of K, V and 2(cp-1) of dK, dV in the accumulation
@@ -342,6 +347,7 @@ def kept_bytes(forward: Callable[[], object], parameters: set[int]) -> int:
     return sum(kept.values())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("variant", [{}, {"context": "gather"}, {"ulysses": "all"}])
 def test_w30_activations_of_a_rank_fall_as_the_ranks_rise(variant: dict[str, Any]) -> None:
     def on_rank(rank: int, world: int) -> int:

@@ -74,6 +74,7 @@ def in_child(body: Callable[[], object]) -> int:
     pid = os.fork()
     if pid == 0:
         code = 1
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a script ignores it
         try:
             body()
             code = 0

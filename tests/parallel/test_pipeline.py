@@ -124,6 +124,7 @@ def test_stages_that_exchange_two_tensors_equal_one_device_for_any_number_of_mic
         assert [found[index][1] for index in range(schedule.stages)] == pytest.approx(gradients, rel=1e-6)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_an_evaluation_runs_the_forwards_of_every_schedule(name: str) -> None:
     schedule = check(lower(forward_of(generate(name, 2, 3))))
@@ -237,6 +238,7 @@ def proven(schedule: str, micro_batches: int, model: ModelSpec = T0, **asked: An
     return assert_equals_one_device(run)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("schedule", "pp", "micro_batches"),
     [*((name, 2, 5) for name in SCHEDULES), ("1f1b", 4, 1), *((name, 4, 3) for name in ("interleaved", "zb-v"))],
@@ -249,6 +251,7 @@ def test_a_pipeline_equals_one_device_before_clipping(schedule: str, pp: int, mi
 SPLIT = [{"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"dp": 2, "zero": 2}, {"dp": 2, "zero": 3}]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("schedule", "asked"), list(zip(("interleaved", "zb-h1", "dualpipe-v", "zb-v"), SPLIT, strict=True))
 )

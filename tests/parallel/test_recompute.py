@@ -151,6 +151,7 @@ def with_recompute(run: RunSpec, mode: Mode, layers: Any = "all") -> RunSpec:
     return run.model_copy(update={"recompute": RecomputeSpec(mode=mode, layers=layers)})
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("mode", "layout"),
     [
@@ -165,6 +166,7 @@ def test_b29_masks_of_a_split_run_with_recompute_are_those_of_one_device(mode: M
     assert_equals_one_device(with_recompute(run_of(model, **layout), mode))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layers", [1, 2])
 def test_some_layers_of_each_stage_equal_one_device(layers: int) -> None:
     assert_equals_one_device(with_recompute(run_of(T0_TIED, pp=2), "full", layers))

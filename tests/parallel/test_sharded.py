@@ -29,6 +29,7 @@ SPLIT = {"sequence_parallel": True}
 FLOAT = 4
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize(
     "layout",
@@ -94,6 +95,7 @@ def test_each_stage_holds_the_bytes_per_parameter_of_its_formula(accumulate: str
             assert held == formula and sum(held.values()) == total
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     "layout", [{"dp": 2, "tp": 2, **SPLIT}, {"dp": 2, "pp": 2}, {"dp": 2, "pp": 2, "tp": 2}], ids=str
@@ -165,6 +167,7 @@ def traffic(run: RunSpec) -> dict[str, float]:
     return reports[0]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("model", [T0, T0_TIED])
@@ -199,6 +202,7 @@ def test_padding_travels_and_keeping_gathered_weights_spares_their_gathers() -> 
         assert counted["send"] == pytest.approx((gathers + micro_batches) * share)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_hybrid_shards_send_the_same_inside_and_one_all_reduce_of_a_shard_across(zero: int) -> None:
     ranks, inside, micro_batches = 4, 2, 2
@@ -221,6 +225,7 @@ def gather(states: States) -> None:
         row.finish_gather()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_tied_table_sums_both_stages_of_all_replicas_whatever_is_sharded(zero: int) -> None:
     """First-stage gradients 1 and 3, last-stage gradients 5 and 7, halved: 8, where mixed shards give 7 and 9."""
@@ -242,6 +247,7 @@ def test_a_tied_table_sums_both_stages_of_all_replicas_whatever_is_sharded(zero:
     assert on_ranks(4, run) == [[8.0] * (2 if zero else 4)] * 4
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_both_ends_of_a_tied_table_stay_bitwise_equal_over_ten_updates(zero: int) -> None:
     def run(rank: int, world: int) -> dict[str, Tensor]:
@@ -253,6 +259,7 @@ def test_both_ends_of_a_tied_table_stay_bitwise_equal_over_ten_updates(zero: int
     assert on_ranks(4, run)[0]["embedding.tokens.weight"].shape == (64, 32)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_parameter_that_one_rank_alone_uses_counts_as_zero_elsewhere(zero: int) -> None:
     def run(rank: int, world: int) -> dict[str, list[float]]:
@@ -277,6 +284,7 @@ def test_a_parameter_that_one_rank_alone_uses_counts_as_zero_elsewhere(zero: int
         assert (first, second) == ({"b": [6.0, 6.0]}, {"a": [4.0, 4.0]})
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_rank_with_few_labels_does_not_weigh_more_whatever_is_sharded(zero: int) -> None:
     def run(rank: int, world: int) -> tuple[float, list[float]]:

@@ -143,6 +143,7 @@ HOW: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("compute", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("name", MODELS)
 def test_predicted_activations_are_those_that_are_counted(name: str, compute: str) -> None:
@@ -154,6 +155,7 @@ def test_predicted_activations_are_those_that_are_counted(name: str, compute: st
         assert predicted.held + predicted.beside == pytest.approx(counted.peak, rel=PEAK), how
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize(
     "layout",
