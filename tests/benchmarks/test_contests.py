@@ -30,7 +30,7 @@ SPLITS = {
 
 
 MEETING = [make(1 if name == "one" else 2) for name, make in KINDS]
-QUICK = {"dp-2", "pp-1f1b-4p-2"}  # the others take a minute together, most of it in the peers' own first step
+QUICK = {"pp-1f1b-4p-2"}  # the others take a minute together, most of it in the peers' own first step
 SLOW_TO_IMPORT = pytest.mark.timeout(600)
 
 

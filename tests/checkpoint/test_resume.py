@@ -68,10 +68,15 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-@pytest.mark.parametrize("zero", [*(pytest.param(stage, marks=pytest.mark.proof) for stage in range(3)), 3])
-def test_a_run_broken_off_twice_ends_bitwise_as_the_unbroken_one(zero: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("zero", "layout"),
+    [(3, {"dp": 2, "pp": 2}), *(pytest.param(stage, SPLIT, marks=pytest.mark.proof) for stage in range(4))],
+)
+def test_a_run_broken_off_twice_ends_bitwise_as_the_unbroken_one(
+    zero: int, layout: dict[str, Any], tmp_path: Path
+) -> None:
     def run(name: str) -> RunSpec:
-        return a_run(tmp_path / name, steps=6, every=2, zero=zero, **SPLIT)
+        return a_run(tmp_path / name, steps=6, every=2, zero=zero, **layout)
 
     unbroken = losses(run("whole"))
     first = losses(run("parts"), until=3)  # goes on after 2

@@ -137,6 +137,7 @@ def test_under_torchrun_the_same_command_joins_the_job_and_gives_the_same_losses
         assert joined[key] == forked[key], key
 
 
+@pytest.mark.proof
 def test_under_torchrun_a_failure_is_in_the_log_and_the_exit_code_is_not_0(tmp_path: Path) -> None:
     words = ("train", *TINY, "layout.dp=2", f"train.run_dir={tmp_path}")
     ended = fresh(*words, launcher=TORCHRUN, PLAIT_FAULT="rank=1,step=3,at=forward,kind=raise")

@@ -140,13 +140,14 @@ def test_ranks_that_are_done_do_not_disturb_the_others() -> None:
 # The first to fail is named
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("kind", "at", "cause"),
     [
         ("raise", "data", "RuntimeError: injected fault"),
-        pytest.param("exit", "forward", "exit code 3", marks=pytest.mark.proof),
+        ("exit", "forward", "exit code 3"),
         ("kill", "collective", "signal 9 (SIGKILL), possibly out of memory"),
-        pytest.param("segv", "update", "signal 11 (SIGSEGV)", marks=pytest.mark.proof),
+        ("segv", "update", "signal 11 (SIGSEGV)"),
     ],
 )
 def test_the_first_to_fail_is_named_every_time_and_a_restart_works_at_once(

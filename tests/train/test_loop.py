@@ -79,6 +79,7 @@ def test_the_global_batch_of_a_step_does_not_depend_on_the_layout() -> None:
         assert all(torch.equal(a, b) for a, b in zip(alone, tokens(**layout), strict=True))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", [{"dp": 2, "pp": 2}, {"tp": 2, "sequence_parallel": True}], ids=str)
 def test_evaluating_every_step_does_not_change_a_single_bit_of_training(layout: dict[str, Any]) -> None:
     def losses(world: World, every: int) -> list[tuple[float, float]]:

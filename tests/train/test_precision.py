@@ -189,9 +189,8 @@ def losses(run: RunSpec, precision: PrecisionSpec) -> list[float]:
     return launch(fit(asked).world, job, threads=1, timeout_s=240)[0]
 
 
-@pytest.mark.parametrize(
-    ("compute", "within"), [pytest.param("float16", 0.02, marks=pytest.mark.proof), ("bfloat16", 0.01)]
-)
+@pytest.mark.proof
+@pytest.mark.parametrize(("compute", "within"), [("float16", 0.02), ("bfloat16", 0.01)])
 def test_a_tiny_model_learns_in_half_precision_as_it_does_in_single(compute: str, within: float) -> None:
     run = run_of(T0, dp=2, tp=2, zero=2)
     run = run.model_copy(update={"train": run.train.model_copy(update={"steps": 12, "eval_batches": 0})})

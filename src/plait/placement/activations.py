@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from plait.placement.bytes import SIZES
 from plait.spec.layout import Layout
@@ -17,10 +18,24 @@ from plait.spec.run import RunSpec
 
 # Device -> whether its RMSNorm is one kernel; in pieces it keeps what it normalised too, in fp32.
 FUSED_NORM: Mapping[str, bool] = {"cuda": True, "cpu": False, "auto": False}
-# MLP -> tensors of the inner size that are kept, and those where the activation is computed again. SwiGLU keeps gate,
-# up, silu(gate) and the product; the others input and result, but the ReLU only its result.
-KEPT_BY_ACTIVATION: Mapping[str, tuple[int, int]] = {
-    **{"swiglu": (4, 2), "gelu": (2, 1), "gelu_tanh": (2, 1), "relu": (1, 1), "relu2": (2, 1)},
+
+
+class Inner(NamedTuple):
+    """Tensors of an MLP's inner size: `kept`, kept where the activation is computed `again`, and had `beside` those at
+    the peak of its backward."""
+
+    kept: int
+    again: int
+    beside: int
+
+
+# SwiGLU keeps gate, up, silu(gate) and the product; the others input and result, but ReLU its result alone.
+INNER: Mapping[str, Inner] = {
+    "swiglu": Inner(4, 2, 2),
+    "gelu": Inner(2, 1, 1),
+    "gelu_tanh": Inner(2, 1, 1),
+    "relu": Inner(1, 1, 2),
+    "relu2": Inner(2, 1, 3),
 }
 
 
@@ -139,7 +154,8 @@ def _inside_norm(s: _Sizes, vectors: int, size: int, kind: str) -> int:
 def _mlp(s: _Sizes, ffn: int, dropped: bool, tokens: int | None = None) -> int:
     """Results of the first matrices, and what the activation keeps and gives."""
     one = (s.tokens if tokens is None else tokens) * -(-ffn // s.tp) * s.width
-    return KEPT_BY_ACTIVATION[s.model.mlp][dropped] * one
+    inner = INNER[s.model.mlp]
+    return (inner.again if dropped else inner.kept) * one
 
 
 def _experts(s: _Sizes) -> int:
@@ -198,9 +214,8 @@ def _latent(s: _Sizes) -> int:
 def _working(s: _Sizes) -> int:
     """The gradients of the block's result, on both sides of the MLP's activation, and of its second matrix."""
     model = s.model
-    gated = 2 if model.mlp == "swiglu" else 1
     ffn = -(-model.ffn // s.tp)
-    return s.hidden + gated * s.tokens * ffn * s.width + ffn * model.hidden * s.width
+    return s.hidden + INNER[model.mlp].beside * s.tokens * ffn * s.width + ffn * model.hidden * s.width
 
 
 def _in_attention(s: _Sizes) -> int:
