@@ -44,11 +44,12 @@ def test_runs_that_ran_out_of_memory_are_warned_of_and_hardly_any_that_ran() -> 
     assert memory["false_alarms"] <= 0.01
 
 
-def test_two_of_three_pairs_of_a_sweep_come_out_in_order() -> None:
-    """76 pairs, 69 of them of one sweep on 384 A100 whose small micro-batches lose more than any term here explains."""
+def test_four_of_five_pairs_come_out_in_order() -> None:
+    """76 pairs, 69 of them of one sweep on 384 A100; docs/planner.md says which ones do not and why."""
     summary = shipped()["summary"]
     assert summary["pairs"] >= 70
-    assert summary["pairs_in_order"] >= 2 / 3
+    assert summary["pairs_in_order"] >= 0.8
+    assert summary["regret"] <= 0.06
 
 
 def test_the_shipped_constants_are_those_that_the_rows_give() -> None:
@@ -76,20 +77,33 @@ def test_the_node_cases_are_within_their_time_when_their_source_was_never_seen()
     predicted = table.predict(table.fit(others, start, rounds=2), ~others)
     errors = np.abs(predicted / table.measured[~others] - 1)
     assert (~others).sum() == 43
-    assert errors.mean() <= 0.10
+    assert errors.mean() <= 0.056
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(900)
-def test_dense_runs_of_a_source_that_was_left_out_are_predicted_within_ten_percent() -> None:
+def test_runs_of_a_source_that_was_left_out_are_predicted_within_bounds() -> None:
     summary = judge(ROWS, held=True).summary()
-    dense = summary["dense"]["macro"]
+    dense, experts = summary["dense"]["macro"], summary["experts"]["macro"]
     assert dense["sources"] >= 10
     assert dense["mape"] <= 0.10
     assert dense["p90"] <= 0.20
     assert dense["mape"] <= 0.6 * dense["constant_mfu_mape"]
-    assert summary["experts"]["macro"]["p90"] <= 0.50
+    assert experts["mape"] <= 0.25
+    assert experts["p90"] <= 0.50
     assert 0.75 <= summary["coverage"] <= 0.85
+    for kind, same, other in (("dense", 0.05, 0.07), ("experts", 0.10, 0.15)):
+        assert summary[kind]["anchored_same_model"]["macro"] <= same
+        assert summary[kind]["anchored_other_model"]["macro"] <= other
+
+
+def test_a_run_that_drops_tokens_waits_for_no_counts() -> None:
+    """Experts that take tokens up to a limit have shapes that are known beforehand, so graphs start the kernels."""
+    rows = {row.id: row for row in interpreted(ROWS)[0]}
+    dropping = [row for row in rows.values() if "tokendrop" in row.cells["notes"]]
+    assert dropping
+    assert all(row.ground.stack.graphs for row in dropping)
+    assert not rows["r0227"].ground.stack.graphs  # the same model and machine, token-dropless
 
 
 # --- reading and judging --------------------------------------------------------------------------------------------

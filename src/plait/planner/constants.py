@@ -53,8 +53,10 @@ SHARED: Mapping[str, Belief] = {
     "routing": Belief(
         1e-3, 0.60, "seconds of one pass through a layer of experts that is neither product nor exchange"
     ),
+    "host": Belief(5e-5, 0.30, "seconds in which the host starts one operation, where no graph does"),
     "fast": Belief(0.75, 0.15, "of the links inside a domain"),
     "network": Belief(0.70, 0.20, "of the links between nodes"),
+    "staged": Belief(0.50, 0.30, "of that, where what is sent passes through the host's memory on both sides"),
     "tensor": Belief(0.50, 0.40, "visible part of tensor-parallel traffic where it runs in pieces beside products"),
     "exchange": Belief(0.80, 0.40, "visible part of expert exchange"),
     "hidden": Belief(0.60, 0.30, "of the visible exchange that is left where it runs beside other micro-batches"),
@@ -110,6 +112,7 @@ def recipe(ground: Ground, job: Job, blocks: bool = False) -> Recipe:
     first = ("flash1",) if stack.attention == "flash-1" else ()
     attention = (f"{family}.attention", *first, *older)
     inside = job.world <= ground.cluster.domain
+    staged = ("staged",) if ground.cluster.links[-1].staged else ()
     graphs = ("graphs",) if family in stack.graphs else ()
     return {
         "gemm": (f"{family}.{narrow}",),
@@ -121,8 +124,9 @@ def recipe(ground: Ground, job: Job, blocks: bool = False) -> Recipe:
         "quantise": ("quantise", "blocks") if blocks else ("quantise",),
         "kernel": ("kernel", *graphs),
         "routing": ("routing", *graphs),
+        "host": ("host", *graphs),
         "fast": ("fast",),
-        "network": ("fast",) if inside else ("network",),
+        "network": ("fast",) if inside else ("network", *staged),
         "tp": ("tensor",) if stack.overlap_tp and job.sequence_parallel else (),
         "ep": ("exchange", "hidden") if stack.overlap_ep else ("exchange",),
         "pp": ("stages",) if stack.overlap_pp else (),
@@ -138,11 +142,13 @@ def fixed(ground: Ground, job: Job) -> dict[str, float]:
     own = {
         "gemm": measured.gemm.get(job.compute),
         "wide": measured.gemm.get(job.compute if job.width >= 4 else "bfloat16"),
+        "expert": measured.expert,
         "attention": measured.attention,
         "memory": measured.memory,
         "kernel": measured.kernel,
         "fast": measured.link,
         "network": measured.link,
+        "host": 0.0 if ground.cluster.device.kind == "cpu" else None,
         "dp": float(ground.stack.overlap_dp),
     }
     return {name: number for name, number in own.items() if number is not None}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from plait.planner.work import INDEX
+from plait.planner.block import INDEX
 
 Numbers = Any  # a float, or an array of one per job
 
@@ -27,6 +27,7 @@ class Rates(NamedTuple):
     quantise: Numbers  # cost of narrowing relative to its traffic
     kernel: Numbers  # seconds of one kernel's start
     routing: Numbers  # seconds of one layer of experts beside its products and exchanges
+    host: Numbers  # seconds in which the host starts one operation
     fast: Numbers  # of the links inside a domain
     network: Numbers  # of the links between nodes
     tp: Numbers  # visible part of tensor-parallel collectives
@@ -61,13 +62,15 @@ TERMS = (
     "data", "update", "jitter",
 )  # fmt: skip
 
+SHARP = 6  # how sharply the slower one of device and host decides
+
 
 def passes(counts: np.ndarray, rates: Rates) -> np.ndarray:
     """Seconds of a pass by kind of work, (..., 2, 9): forward and backward, the first nine of TERMS."""
     at = {name: counts[..., column] for name, column in INDEX.items()}
     r = Rates(*(np.asarray(value)[..., None] for value in rates))
     attention = at["attention"] / r.attention
-    return np.stack(
+    found = np.stack(
         [
             at["gemm"] / r.gemm + at["wide"] / r.wide + r.operands * at["operands"] / r.memory,
             at["expert"] / (r.gemm * r.expert),
@@ -81,6 +84,17 @@ def passes(counts: np.ndarray, rates: Rates) -> np.ndarray:
         ],
         axis=-1,
     )
+    found[..., TERMS.index("kernels")] += waits(found.sum(-1), at["host"] * r.host)
+    return found
+
+
+def waits(device: np.ndarray, host: np.ndarray) -> np.ndarray:
+    """Seconds that a device which computes faster than its host starts work waits for the host.
+
+    The slower of the two decides; where they are alike, now one and now the other is behind.
+    """
+    share = host / np.maximum(device, 1e-12)
+    return np.asarray(device * ((1 + share**SHARP) ** (1 / SHARP) - 1))
 
 
 def seconds(work: Counted, rates: Rates) -> np.ndarray:

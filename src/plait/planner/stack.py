@@ -39,7 +39,8 @@ class Stack(Spec):
     expert_passes: float = 5.0  # times that a dispatched token is read or written beside the experts' products
     graphs: Names = ()  # device families on which recorded graphs start the kernels and the host waits for no counts
     overlap_pp: bool = True
-    scatter_messages: bool = True  # between stages each tensor-parallel rank sends its part only
+    scatter_messages: bool = True  # to the next stage each tensor-parallel rank sends its part only
+    scatter_gradients: bool = True  # and back
     accumulate_bytes: float = 0.0  # per weight and micro-batch, of adding its gradient up in a pass of its own
     sequence_parallel: bool = True  # where tp > 1 and nothing is said
     layers_per_chunk: int = 0  # interleaved stages of about so many layers where nothing is said; 0: not interleaved

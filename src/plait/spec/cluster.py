@@ -31,6 +31,7 @@ class Device(Spec):
     memory: int = Field(gt=0)
     bandwidth: float = Field(gt=0)
     peaks: Mapping[str, float]
+    units: int | None = None  # multiprocessors, each at one tile of a product at a time; None: any share of one
     source: str = ""
 
     def peak(self, dtype: str) -> float:
@@ -47,6 +48,7 @@ class Link(Spec):
     bandwidth: float = Field(gt=0)
     latency: float = Field(ge=0)
     domain: int | None = Field(None, ge=1)
+    staged: bool = False  # what is sent passes through the host's memory: no adapter reads the device's own
     source: str = ""
 
 
@@ -57,6 +59,7 @@ class Measured(Spec):
     """
 
     gemm: Mapping[str, float] = {}
+    expert: float | None = None  # grouped products of experts, relative to a dense product
     attention: float | None = None
     memory: float | None = None
     kernel: float | None = None

@@ -22,7 +22,14 @@ SPREAD = 0.12  # of a sound row's residual
 STRENGTH = 8.0  # sound rows that one source counts as
 KNEE = 0.15
 FULL_VOICE = 4  # layouts from which on a source has its full weight
-OF_EXPERTS = {"expert", "exchange", "routing", "graphs", "hidden"}  # constants that rows without experts say nothing of
+OF_EXPERTS = {
+    "expert",
+    "exchange",
+    "routing",
+    "host",
+    "graphs",
+    "hidden",
+}  # constants that rows without experts say nothing of
 WHISPER = 0.1  # weight of quality C
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from plait.planner.memory import memory
-from plait.planner.published.rows import Cells, Published
+from plait.planner.published.machines import Cells
+from plait.planner.published.rows import Published
 from plait.spec.flops import flops_per_token
 from plait.spec.units import format_bytes, format_count
 

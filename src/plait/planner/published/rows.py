@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
@@ -17,47 +17,13 @@ from pathlib import Path
 from plait.planner.ground import Ground
 from plait.planner.job import Job
 from plait.planner.memory import memory
+from plait.planner.published.machines import Cells, Unclear, cluster_of, number, stack_of
 from plait.planner.shape import shape_of
-from plait.planner.stack import Stack, load_stack
-from plait.spec.cluster import Cluster, load_cluster
+from plait.planner.stack import Stack
+from plait.spec.cluster import Cluster
 from plait.spec.errors import UsageError
 from plait.spec.model import ModelSpec
 from plait.spec.nearest import divisors
-
-Cells = Mapping[str, str]
-
-CLUSTERS: Mapping[str, str] = {
-    "V100": "v100-dgx", "A100": "a100-80-dgx", "H100": "h100-dgx", "H200": "h200-dgx", "H800": "h800",
-    "B200": "b200-dgx", "B300": "b300-dgx", "GB200": "gb200-nvl72", "GB300": "gb300-nvl72", "MI300X": "mi300x",
-}  # fmt: skip
-
-OWN_MACHINES = ((r"SimuMax docs/b200", "b200-limited"),)  # sources whose machine is an entry of its own
-
-# How a source writes a network -> bytes per second of one GPU in one direction.
-NETWORKS: tuple[tuple[str, Callable[[re.Match[str], int], float]], ...] = (
-    (r"(\d+)x(\d+)\s*G(?:b(?:/s)?)?\b.*(?:/|per )node", lambda m, node: float(m[1]) * float(m[2]) / 8 / node),
-    (r"(\d+)x\D*(\d+)\s*Gb/s per node", lambda m, node: float(m[1]) * float(m[2]) / 8 / node),
-    (r"(\d+)x OmniPath (\d+)", lambda m, node: float(m[1]) * float(m[2]) / 8 / node),
-    (r"(\d+)\s*G(?:bps)?/node|(\d+)\s*Gbps/node", lambda m, node: float(m[1] or m[2]) / 8 / node),
-    (r"(\d+)G(?:b/s)?/GPU", lambda m, node: float(m[1]) / 8),
-    (r"TCPX", lambda m, node: 4 * 200 / 8 / node),
-    (r"^(\d+) Gbps$", lambda m, node: float(m[1]) / 8 / node),
-)
-
-STACKS: tuple[tuple[str, str], ...] = (  # pattern of "framework version" -> profile; the first that matches
-    (r"AutoModel|torchtitan|Meta internal|TorchTitan", "torchtitan"),
-    (r"Megatron-LM.*(2020|2021|6985e589|SC21)", "megatron-2021"),
-    (r"Megatron-DeepSpeed", "megatron-deepspeed"),
-    (r"MegaScale", "megascale"),
-    (r"Megatron-Bridge (26\.0[4-9]|26\.1|2[7-9])|HAI-LLM", "megatron"),
-    (r"Megatron-Bridge|TE 2\.(9|1\d)", "megatron-2025"),
-    (r"NeMo(?! AutoModel)|Megatron", "megatron-2024"),
-    (r"llm-foundry", "llm-foundry"),
-    (r"fms-fsdp|FSDP", "fsdp"),
-    (r"DeepSpeed|gpt-neox", "deepspeed"),
-    (r"MaxText|PaXML|Paxml|JAX", "maxtext"),
-    (r"InternEvo", "internevo"),
-)
 
 DTYPES: tuple[tuple[str, str], ...] = (("FP4", "float4"), ("FP8", "float8"), ("FP16", "float16"), ("BF16", "bfloat16"))
 
@@ -115,43 +81,29 @@ def read_rows(path: Path) -> list[Cells]:
     return list(rows)
 
 
-class _Unclear(Exception):
-    """A row that says too little; turned into Refused where it is read."""
-
-
 def interpret(cells: Cells) -> Published | Refused:
     """A row as a job on a cluster and a stack, with what was assumed."""
     try:
         return _interpret(cells)
-    except _Unclear as why:
+    except Unclear as why:
         return Refused(cells["id"], cells["source"], cells, str(why))
 
 
 def _interpret(cells: Cells) -> Published:
     if cells.get("arch") not in DENSE_OR_MOE:
-        raise _Unclear(f"architecture {cells.get('arch')!r} is not modelled")
+        raise Unclear(f"architecture {cells.get('arch')!r} is not modelled")
     if cells.get("task") == "lora":
-        raise _Unclear("only adapters are trained, which is not modelled")
+        raise Unclear("only adapters are trained, which is not modelled")
     assumed: list[str] = []
     model = _model(cells)
-    stack = _stack(cells)
-    cluster = _cluster(cells)
+    stack = stack_of(cells)
+    cluster = cluster_of(cells)
     ground = _ground(model, stack, cluster)
     job = _job(cells, ground, assumed)
     measured = _seconds(cells, model, job)
     if measured is None and not cells.get("status") and not cells.get("peak_mem_gib"):
-        raise _Unclear("no step time, and no figure that one follows from")
+        raise Unclear("no step time, and no figure that one follows from")
     return Published(cells["id"], cells["source"], cells, ground, job, measured, tuple(assumed))
-
-
-def number(cells: Cells, name: str, default: int | None = None) -> int:
-    """A whole number of a row. Raises where it is blank and nothing stands in for it."""
-    text = cells.get(name, "") or ""
-    if text:
-        return int(float(text))
-    if default is None:
-        raise _Unclear(f"{name} is not stated")
-    return default
 
 
 # Shapes of released models whose rows leave them out: their public configurations.
@@ -203,47 +155,6 @@ def _model_of(name: str, latent: bool, items: tuple[tuple[str, str], ...]) -> Mo
     return ModelSpec.model_validate(fields)
 
 
-def _stack(cells: Cells) -> Stack:
-    name = f"{cells.get('framework', '')} {cells.get('framework_version', '')} {cells['source']}"
-    found = next((stack for pattern, stack in STACKS if re.search(pattern, name)), None)
-    if found is None:
-        raise _Unclear(f"framework {cells.get('framework')!r} has no stack profile")
-    return _tuned(found, cells.get("overlap", ""))
-
-
-@lru_cache(maxsize=64)
-def _tuned(name: str, overlap: str) -> Stack:
-    """A profile, with what a row says of overlap."""
-    stack, off = load_stack(name), overlap.startswith("no")
-    axes = [
-        axis for axis in ("dp", "tp", "ep", "pp") if overlap.startswith("none") or (off and axis.upper() in overlap)
-    ]
-    return stack.model_copy(update={f"overlap_{axis}": False for axis in axes}) if axes else stack
-
-
-def _cluster(cells: Cells) -> Cluster:
-    gpu, memory = cells["gpu"], cells.get("gpu_mem_gb", "")
-    if gpu not in CLUSTERS:
-        raise _Unclear(f"gpu {gpu!r} is not in the catalogue")
-    own = next((name for pattern, name in OWN_MACHINES if re.search(pattern, cells["source"])), None)
-    name = own or ("a100-40-dgx" if (gpu, memory) == ("A100", "40") else CLUSTERS[gpu])
-    node = number(cells, "gpus_per_node", load_cluster(name).node)
-    domain = number(cells, "nvlink_domain", load_cluster(name).domain)
-    return _wired(name, node, domain, cells.get("interconnect", ""))
-
-
-@lru_cache(maxsize=256)
-def _wired(name: str, node: int, domain: int, network: str) -> Cluster:
-    """A cluster of the catalogue with the row's node size and network."""
-    known = load_cluster(name)
-    fast, wide = known.links[0].model_copy(update={"domain": domain}), known.links[-1]
-    for pattern, rate in NETWORKS:
-        if network and (match := re.search(pattern, network)):
-            wide = wide.model_copy(update={"bandwidth": rate(match, node) * 1e9})
-            break
-    return known.model_copy(update={"node": node, "links": (fast, wide)})
-
-
 _GROUNDS: dict[tuple[int, int, int], Ground] = {}  # one for all rows alike; it keeps the values that its key is of
 
 
@@ -255,7 +166,7 @@ def _ground(model: ModelSpec, stack: Stack, cluster: Cluster) -> Ground:
 def _dtype(cells: Cells) -> str:
     found = next((ours for theirs, ours in DTYPES if theirs in cells.get("precision", "")), None)
     if found is None:
-        raise _Unclear(f"precision {cells.get('precision')!r} is unknown")
+        raise Unclear(f"precision {cells.get('precision')!r} is unknown")
     return found
 
 
@@ -265,7 +176,7 @@ def _job(cells: Cells, ground: Ground, assumed: list[str]) -> Job:
     world = number(cells, "n_gpus")
     dp = number(cells, "dp", world // (tp * pp * cp))
     if tp * pp * cp * dp != world:
-        raise _Unclear(f"tp·pp·cp·dp {tp * pp * cp * dp} is not n_gpus {world}")
+        raise Unclear(f"tp·pp·cp·dp {tp * pp * cp * dp} is not n_gpus {world}")
     batch = number(cells, "global_batch")
     micro = number(cells, "micro_batch", 0)
     if not micro:
@@ -279,7 +190,7 @@ def _job(cells: Cells, ground: Ground, assumed: list[str]) -> Job:
         zero=stage, shard=shard,
     )  # fmt: skip
     if batch % (dp * micro):
-        raise _Unclear(f"dp {dp} × micro-batch {micro} does not divide the batch {batch}")
+        raise Unclear(f"dp {dp} × micro-batch {micro} does not divide the batch {batch}")
     frugal = job._replace(recompute="full")
     if not cells.get("zero") and job.zero < 3 and pp == 1 and memory(ground, frugal).verdict == "no":
         job = job._replace(zero=3)
