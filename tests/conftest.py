@@ -46,7 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if number not in spread:
                 item.add_marker("proof")
     # Ranks are forked from a process without other threads; tokenizers, pyarrow and progress bars start some for good.
-    items.sort(key=lambda item: item.path.parent.name not in FORKING)
+    # And from a small one: every fork copies the page tables, so what grows the process comes late.
+    items.sort(key=lambda item: (item.path.parent.name not in FORKING, hasattr(item.module, "transformers")))  # type: ignore[attr-defined]
     for item in items:
         if item.get_closest_marker("proof") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(PROOF_TIMEOUT))

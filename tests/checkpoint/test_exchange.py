@@ -73,6 +73,7 @@ def logits_of(folder: Path, tokens: Tensor) -> Tensor:
     return opened(folder, lambda model: model(tokens).logits, **how)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_exported_directory_opens_in_transformers_with_our_logits_and_comes_back_bitwise(
     family: str, tmp_path: Path
@@ -198,6 +199,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("case", CHANGES)
 def test_missing_unknown_prefixed_and_misshapen_tensors_stop_all_ranks_by_name(case: str, tmp_path: Path) -> None:
     change, message = CHANGES[case]

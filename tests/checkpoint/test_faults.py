@@ -73,6 +73,7 @@ def killed(at: str, rank: str, folder: Path, whole: Path, monkeypatch: pytest.Mo
         assert {p.name for p in path.iterdir()} == {MANIFEST, *read_manifest(path).files}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("at", "rank"), [("save writing", "1"), ("save publishing", "0"), ("save written", "all")])
 def test_killed_in_a_save_the_run_goes_on_from_a_whole_checkpoint(
     at: str, rank: str, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch

@@ -114,7 +114,7 @@ def passes(first: RunSpec, other: RunSpec, shelf: Path) -> None:
     assert losses == [pytest.approx(loss, rel=1e-10) for loss in unbroken]
 
 
-@pytest.mark.parametrize("number", (1, 2))
+@pytest.mark.parametrize("number", (1,))
 def test_states_survive_a_change_of_layout_bitwise_and_losses_go_on(number: int, tmp_path: Path) -> None:
     passes(*drawn(number), tmp_path)
 

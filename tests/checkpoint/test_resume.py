@@ -86,6 +86,7 @@ def test_a_run_broken_off_twice_ends_bitwise_as_the_unbroken_one(
     assert equal(*(states(tmp_path / name / "checkpoints", 6) for name in ("whole", "parts")))
 
 
+@pytest.mark.proof
 def test_a_run_goes_on_in_another_layout_with_dropout_to_rounding(tmp_path: Path) -> None:
     unbroken = losses(a_run(tmp_path / "whole", dp=2))
     losses(a_run(tmp_path / "parts", **SPLIT, zero=1), until=4)

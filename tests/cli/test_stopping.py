@@ -93,6 +93,7 @@ def test_a_signal_to_the_launcher_or_to_one_rank_stops_all_after_one_step(
     stopped(tmp_path, number, whom, *words)
 
 
+@pytest.mark.proof
 def test_a_second_ctrl_c_leaves_at_once_where_the_first_one_cannot(tmp_path: Path) -> None:
     with started(tmp_path, PLAIT_FAULT="rank=1,step=3,at=forward,kind=hang") as job:
         wait_until(lambda: steps_in(tmp_path) == 2, job)

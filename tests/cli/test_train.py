@@ -128,6 +128,7 @@ def test_in_twenty_fresh_starts_out_of_twenty_the_first_line_names_rank_step_and
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "plait")
 
 
+@pytest.mark.proof
 def test_under_torchrun_the_same_command_joins_the_job_and_gives_the_same_losses(tmp_path: Path) -> None:
     words = ("train", *TINY, "layout.tp=2", "--json")
     joined = document(fresh(*words, f"train.run_dir={tmp_path / 'joined'}", launcher=TORCHRUN))

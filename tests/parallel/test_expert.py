@@ -44,7 +44,7 @@ def test_b17_b18_gradients_of_experts_and_routers_are_those_of_one_device(layout
     assert_equals_one_device(run_of(M0, **layout))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("model", "layout", "zero"),
     [
@@ -97,7 +97,7 @@ def test_b18_router_gradients_are_not_zero_and_bitwise_equal_on_tp_ranks(layout:
         assert gradient.abs().max() > 0 and torch.equal(gradient, second[name])
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("balance", ["sequence", "previous"])
 @pytest.mark.parametrize("coefficients", [{"balance_coef": 0.01}, {"z_coef": 0.01}])
 def test_b19_the_weight_of_an_auxiliary_loss_does_not_depend_on_the_layout(

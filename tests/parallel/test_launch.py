@@ -140,7 +140,7 @@ def test_ranks_that_are_done_do_not_disturb_the_others() -> None:
 # The first to fail is named
 
 
-@pytest.mark.quick(1)
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("kind", "at", "cause"),
     [

@@ -66,6 +66,7 @@ def test_zigzag_is_even_in_every_step_and_contiguous_order_is_not(ring: int) -> 
         assert sum(map(sum, pairs)) == sequence * (sequence + 1) // 2
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("ring", [2, 4])
 @pytest.mark.parametrize("mean", [256, 1024])
 def test_rows_of_random_documents_are_nearly_even_where_contiguous_ones_are_not(ring: int, mean: int) -> None:

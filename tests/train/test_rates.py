@@ -19,6 +19,7 @@ def test_a_cosine_rises_over_its_warm_up_and_ends_at_zero(update: int, lr: float
     assert rate(update, COSINE, 100) == pytest.approx(lr, abs=1e-12)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("dp", "micro_batches"), [(1, 4), (2, 2), (4, 1)])
 def test_neither_ranks_nor_micro_batches_advance_the_rate(dp: int, micro_batches: int) -> None:
     run = RunSpec(
