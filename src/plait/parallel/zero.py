@@ -35,7 +35,7 @@ from plait.placement.place import Placements
 from plait.spec.run import ZeroSpec
 
 SECOND_GROUPS = ("copies", "tp", "tied")  # summed after the domain, in this order on every rank
-REDUCTIONS_IN_FLIGHT = 1  # buffers under reduction while backward fills the next one, under stages 2 and 3
+REDUCTIONS_IN_FLIGHT = 1  # buffers under reduction while backward fills the next one, where shards are summed apart
 Parts = list[tuple[Piece, Tensor]]
 
 
@@ -179,7 +179,7 @@ class States:
         while len(self._in_flight) >= REDUCTIONS_IN_FLIGHT:
             self._in_flight.popleft().settle()
         row.reduce()
-        if not row.keeps_whole:
+        if row.shard is not None:
             self._in_flight.append(row)
 
 
