@@ -10,7 +10,7 @@ import pytest
 from plait.planner.estimate import closed_form, estimate
 from plait.planner.ground import Ground
 from plait.planner.job import Job
-from plait.planner.memory import memory
+from plait.planner.memory import memory, peaks, stage_bytes
 from plait.planner.network import wires
 from plait.planner.pace import TERMS
 from plait.planner.pipeline import simulated
@@ -162,3 +162,25 @@ def test_longer_messages_and_more_ranks_never_make_a_term_negative() -> None:
         Job(tp=2, pp=4, dp=n, ep=8, batch=64 * n, sequence=4096, zero=1, sequence_parallel=True) for n in (4, 8, 16)
     ]
     assert (closed_form(of, jobs)[:, : TERMS.index("jitter")] >= 0).all()
+
+
+@pytest.mark.parametrize(("model", "world", "batch"), [("llama3-70b", 64, 512), ("mixtral-8x7b", 32, 256)])
+def test_peaks_of_a_search_are_the_totals_of_its_plans(model: str, world: int, batch: int) -> None:
+    of = ground(model, stack="plait")
+    jobs = list(Sieve(of, Want(world, batch, 4096), 1.5).survivors())[::41]
+    for job in jobs:
+        for pp in {0, job.pp - 1}:
+            totals = [stage_bytes(of, job._replace(recompute=mode), pp).total for mode in ("none", "full")]
+            assert peaks(of, job, pp, ("none", "full")) == pytest.approx(totals)
+
+
+def test_blocks_that_are_dealt_out_unevenly_are_planned_where_they_stand() -> None:
+    of = ground("llama3-8b", stack="plait")
+    job = Job(pp=2, batch=4, sequence=1024, layers=(10, 22))
+    even = job._replace(layers=())
+    (first, second), (one, other) = memory(of, job).stages, memory(of, even).stages
+    assert first.weights < one.weights and second.weights > other.weights
+    assert first.weights + second.weights == one.weights + other.weights
+    assert estimate(of, job).step > 1.1 * estimate(of, even).step
+    folded = Job(pp=2, chunks=2, schedule="zb-v", batch=8, sequence=1024, layers=(1, 15, 10, 6))
+    assert of.shape.kinds_of_positions(folded.place) == ((7,), (25,))

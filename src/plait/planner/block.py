@@ -87,7 +87,7 @@ def _products(forward: np.ndarray, backward: np.ndarray, ground: Ground, block: 
     """Products with weights: forward one, backward two, in the compute dtype."""
     device = ground.cluster.device
     peak = device.peak(how.compute)
-    width, narrow = 2.0 if how.compute in ("float8", "float4") else _width(how.compute), how.compute[5:] in ("8", "4")
+    width, narrow = 2.0 if how.compute in ("float8", "float4") else width_of(how.compute), how.compute[5:] in ("8", "4")
     moe = ground.shape.spec.moe
     for matrix in block.matrices:
         tokens, experts = float(how.tokens), 1.0
@@ -131,7 +131,7 @@ def tiled(size: float, tile: int) -> float:
     return -(-size // tile) * tile
 
 
-def _width(compute: str) -> float:
+def width_of(compute: str) -> float:
     return {"float64": 8.0, "float32": 4.0}.get(compute, 2.0)
 
 
@@ -159,7 +159,7 @@ def _attention(ground: Ground, how: How) -> np.ndarray:
 def _traffic(ground: Ground, block: Block, how: How) -> float:
     """Bytes that element-wise operations of one block read and write in a forward pass."""
     shape, stack = ground.shape, ground.stack
-    spec, width = shape.spec, _width(how.compute)
+    spec, width = shape.spec, width_of(how.compute)
     whole = how.tp if how.sequence_parallel else 1
     passes = 1.0 if stack.fused_norm else 2.0
     hidden = passes * (4 + 6) * spec.hidden / whole  # two norms; two residual additions
@@ -176,7 +176,7 @@ def _traffic(ground: Ground, block: Block, how: How) -> float:
 
 def _collectives(forward: np.ndarray, backward: np.ndarray, ground: Ground, block: Block, how: How) -> None:
     """What a block's tensor, context and expert axes send."""
-    spec, width = ground.shape.spec, _width(how.compute)
+    spec, width = ground.shape.spec, width_of(how.compute)
     if how.tp > 1:
         group = wires(ground, how.tp, how.tp_stride)
         each = group.gather(how.tokens * spec.hidden * width)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from math import gcd
 from typing import NamedTuple
 
-from plait.planner.shape import Shape, Split
+from plait.placement.stages import stages_of
+from plait.planner.shape import Place, Shape, Split
 from plait.spec.layout import AXES, Layout
-from plait.spec.pipeline import chunks_of
+from plait.spec.pipeline import SHAPES, chunks_of
 from plait.spec.run import RunSpec
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 0.5}
@@ -39,6 +40,7 @@ class Job(NamedTuple):
     recompute_layers: int = -1  # the first blocks of each stage; -1: all
     compute: str = "bfloat16"
     order: tuple[str, ...] = AXES
+    layers: tuple[int, ...] = ()  # blocks of each stage; none: as even as can be
 
     @property
     def world(self) -> int:
@@ -69,6 +71,11 @@ class Job(NamedTuple):
         """Bytes of a saved activation: 16 bits under 8-bit products too."""
         return max(2, WIDTHS[self.compute])
 
+    @property
+    def place(self) -> Place:
+        """How its stages lie on the pipeline's positions."""
+        return Place(self.pp, self.chunks, SHAPES[self.schedule].folded, self.layers)
+
     def split(self, shape: Shape) -> Split:
         return Split(self.tp, gcd(self.tp, shape.spec.kv_heads), self.ep, self.etp)
 
@@ -93,4 +100,5 @@ def job_of(run: RunSpec, layout: Layout) -> Job:
         recompute=mode if isinstance(mode, str) else "selective",
         recompute_layers=-1 if run.recompute.layers == "all" else run.recompute.layers,
         compute=run.precision.compute, order=layout.order,
+        layers=() if run.schedule.layers == "even" else tuple(len(stage) for stage in stages_of(run, layout).layers),
     )  # fmt: skip

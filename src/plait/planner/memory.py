@@ -7,18 +7,16 @@ Lines sum to the total; what a stack reserves without using it is a line of its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from plait.placement.cuts import piece
 from plait.planner.ground import Ground
 from plait.planner.job import Job
 from plait.planner.shape import Block, Shape, Split
 from plait.planner.stack import Stack
 from plait.schedule import GENERATORS, Size
-from plait.spec.pipeline import SHAPES, owners
 
 LINES = (
     "weights", "gradients", "master", "moments", "gathered", "activations", "recomputed", "logits", "workspace",
@@ -88,39 +86,77 @@ def memory(ground: Ground, job: Job) -> Memory:
     return Memory(tuple(stage_bytes(ground, job, pp) for pp in range(job.pp)), ground.cluster.device.memory)
 
 
-@lru_cache(maxsize=65536)
-def stage_kinds(shape: Shape, place: tuple[int, ...], at: int) -> tuple[int, ...]:
-    """Blocks of each kind on one pipeline position, where `place` is the position of each stage; stages are even."""
-    mine = (stage for stage, owner in enumerate(place) if owner == at)
-    return shape.count(layer for stage in mine for layer in range(*piece(len(shape.layers), len(place), stage)))
-
-
 def live_stages(job: Job, pp: int) -> float:
     """Inputs of whole positions (all its chunks) that a rank holds at once: a chunk counts as its share."""
-    return GENERATORS[job.schedule].peak_live(Size(job.pp, job.micro_batches, job.chunks), pp) / job.chunks
+    return _live_stages(job.schedule, Size(job.pp, job.micro_batches, job.chunks), pp)
+
+
+@lru_cache(maxsize=65536)
+def _live_stages(schedule: str, size: Size, pp: int) -> float:
+    return GENERATORS[schedule].peak_live(size, pp) / size.chunks
 
 
 def stage_bytes(ground: Ground, job: Job, pp: int) -> StageBytes:
     """The peak of one pipeline position, by line."""
-    shape, stack = ground.shape, ground.stack
-    split = job.split(shape)
-    place = owners(job.pp, job.chunks, SHAPES[job.schedule].folded)
-    kinds = stage_kinds(shape, place, pp)
-    first, last = pp == place[0], pp == place[-1]
-    elements = _elements(shape, split, kinds, first, last)
-    kept, working = _activations(ground, job, kinds)
-    logits = stack.logit_bytes * job.tokens * shape.spec.vocab / job.tp if last else 0.0
+    stack, tokens = ground.stack, job.tokens
+    fixed = _fixed(ground, _frame(job), pp)
+    kept, working = _activations(ground, _Grain.of(job), fixed.kinds)
     lines = (
-        *states(job, stack, elements),
-        _gathered(ground, job, split),
-        live_stages(job, pp) * kept,
-        working,
-        logits,
-        _workspace(shape, job, stack),
-        _communication(shape, job),
+        *fixed.states,
+        fixed.gathered,
+        live_stages(job, pp) * kept * tokens,
+        working * tokens,
+        fixed.logits * tokens,
+        fixed.workspace + fixed.flowing * tokens,
+        _communication(ground.shape, job),
     )
-    allocated = sum(lines)
-    return StageBytes(*lines, context=stack.context, reserve=stack.fragments * allocated)
+    return StageBytes(*lines, context=stack.context, reserve=stack.fragments * sum(lines))
+
+
+def peaks(ground: Ground, job: Job, pp: int, modes: Sequence[str]) -> list[float]:
+    """`stage_bytes(...).total` under each recompute mode, as the search needs it by the ten thousand."""
+    stack, tokens = ground.stack, job.tokens
+    fixed, grain = _fixed(ground, _frame(job), pp), _Grain.of(job)
+    live = live_stages(job, pp)
+    moving = (fixed.logits + fixed.flowing) * tokens + _communication(ground.shape, job)
+    always = sum(fixed.states) + fixed.gathered + fixed.workspace + moving
+    found = []
+    for mode in modes:
+        kept, working = _activations(ground, grain._replace(recompute=mode), fixed.kinds)
+        found.append((always + (live * kept + working) * tokens) * (1 + stack.fragments) + stack.context)
+    return found
+
+
+class _Fixed(NamedTuple):
+    """What a position holds whatever the batch, bytes; of logits and of a gradient on its way, bytes per token."""
+
+    kinds: tuple[int, ...]
+    states: tuple[float, float, float, float]
+    gathered: float
+    workspace: float
+    flowing: float
+    logits: float
+
+
+def _frame(job: Job) -> Job:
+    """A job without what `_fixed` does not depend on: the key of its cache."""
+    return job._replace(
+        micro=1, batch=1, sequence=1, sequence_parallel=False, recompute="none", recompute_layers=-1, order=()
+    )
+
+
+@lru_cache(maxsize=65536)
+def _fixed(ground: Ground, job: Job, pp: int) -> _Fixed:
+    shape, stack, split = ground.shape, ground.stack, job.split(ground.shape)
+    kinds, owners = shape.kinds_of_positions(job.place)[pp], job.place.owners
+    first, last = pp == owners[0], pp == owners[-1]
+    return _Fixed(
+        kinds,
+        states(job, stack, _elements(shape, split, kinds, first, last)),
+        _gathered(ground, job, split),
+        *_workspace(shape, job, stack),
+        stack.logit_bytes * shape.spec.vocab / job.tp if last else 0.0,
+    )
 
 
 def _elements(shape: Shape, split: Split, kinds: tuple[int, ...], first: bool, last: bool) -> tuple[int, int]:
@@ -167,19 +203,36 @@ def _gathered(ground: Ground, job: Job, split: Split) -> float:
     return max(blocks * largest, outside + largest) * job.width + max(largest, outside) * stack.reduce_bytes
 
 
-def _activations(ground: Ground, job: Job, kinds: tuple[int, ...]) -> tuple[float, float]:
-    """Bytes that one micro-batch keeps in all blocks of a position, and the working set of one recomputed block."""
-    shape, parts = ground.shape, parts_recomputed(job.recompute)
+class _Grain(NamedTuple):
+    """All of a job that the bytes per token of its activations depend on."""
+
+    width: float
+    tp: int
+    sequence_parallel: bool
+    sequence: int
+    recompute: str
+    recompute_layers: int
+
+    @classmethod
+    def of(cls, job: Job) -> _Grain:
+        return cls(job.width, job.tp, job.sequence_parallel, job.sequence, job.recompute, job.recompute_layers)
+
+
+@lru_cache(maxsize=65536)
+def _activations(ground: Ground, grain: _Grain, kinds: tuple[int, ...]) -> tuple[float, float]:
+    """Bytes per token that a micro-batch keeps in all blocks of a position, and that a recomputed block works on."""
+    shape, parts = ground.shape, parts_recomputed(grain.recompute)
     whole = "block" in parts
+    how = _Saved(*grain[:4], ground.stack.attention, () if whole else parts)
     kept = working = 0.0
-    remaining = sum(kinds) if job.recompute_layers < 0 else min(sum(kinds), job.recompute_layers)
+    remaining = sum(kinds) if grain.recompute_layers < 0 else min(sum(kinds), grain.recompute_layers)
     for block, count in zip(shape.kinds, kinds, strict=True):
         if not count:
             continue
-        full = block_bytes(ground, block, job, () if whole else parts)
+        full = _bytes_per_token(shape, block, how)
         short = min(count, remaining) if whole else 0
         remaining -= short
-        entry = job.width * shape.spec.hidden * job.tokens / (job.tp if job.sequence_parallel else 1)
+        entry = grain.width * shape.spec.hidden / (grain.tp if grain.sequence_parallel else 1)
         kept += (count - short) * full + short * entry
         if short:
             working = max(working, full - entry)
@@ -188,7 +241,7 @@ def _activations(ground: Ground, job: Job, kinds: tuple[int, ...]) -> tuple[floa
 
 def block_bytes(ground: Ground, block: Block, job: Job, dropped: tuple[str, ...]) -> float:
     """What one block keeps of one micro-batch for its backward pass, bytes on one rank."""
-    how = _Saved(job.width, job.tp, job.sequence_parallel, job.sequence, ground.stack.attention, dropped)
+    how = _Saved(*_Grain.of(job)[:4], ground.stack.attention, dropped)
     return job.tokens * _bytes_per_token(ground.shape, block, how)
 
 
@@ -236,14 +289,12 @@ def _expert_bytes(shape: Shape, how: _Saved, inner: int) -> float:
     return moe.top_k * (arrived + inner * moe.ffn * how.width) + 4 * moe.count
 
 
-def _workspace(shape: Shape, job: Job, stack: Stack) -> float:
-    """The largest weight gradient of a block before it is added up, and the gradient of an MLP's first product."""
+def _workspace(shape: Shape, job: Job, stack: Stack) -> tuple[float, float]:
+    """The largest weight gradient of a block before it is added up; per token, that of an MLP's first product."""
     spec = shape.spec
     gated = 2 if shape.gated else 1
     inner = max((m.out for block in shape.kinds for m in block.matrices if m.role == "column"), default=spec.ffn)
-    weight = stack.wgrad_bytes * gated * inner * spec.hidden / job.tp
-    flowing = job.width * job.tokens * gated * inner / job.tp
-    return weight + flowing
+    return stack.wgrad_bytes * gated * inner * spec.hidden / job.tp, job.width * gated * inner / job.tp
 
 
 def _communication(shape: Shape, job: Job) -> float:

@@ -6,10 +6,12 @@ the busiest position takes for one.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from plait.planner.job import Job
-from plait.schedule import Costs, generate, lower, simulate
+from plait.schedule import Costs, Schedule, generate, lower, simulate
 
 ROUNDS = 2  # of pp micro-batches that are simulated before the steady state is continued
 MOST = 6000  # passes beyond which one round must do
@@ -26,13 +28,18 @@ def simulated_passes(job: Job) -> int:
     return 0 if job.pp == 1 else 2 * _few(job) * job.pp * job.chunks
 
 
+@lru_cache(maxsize=16)
+def _actions(name: str, ranks: int, micro_batches: int, chunks: int) -> Schedule:
+    return lower(generate(name, ranks, micro_batches, chunks))
+
+
 def simulated(job: Job, stages: np.ndarray) -> float:
     """Seconds from the first action to the last, given seconds (stages, 2) of each stage's forward and backward pass.
 
     Stages are numbered along the pipeline, chunks included.
     """
     few = _few(job)
-    schedule = lower(generate(job.schedule, job.pp, few, job.chunks))
+    schedule = _actions(job.schedule, job.pp, few, job.chunks)
     forward = tuple(stages[:, 0].tolist())
     backward = tuple(stages[:, 1].tolist())
     half = tuple(seconds / 2 for seconds in backward)

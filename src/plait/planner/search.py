@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import gcd
 
 import numpy as np
@@ -18,7 +19,7 @@ from plait.planner.constants import calibration, rates
 from plait.planner.estimate import Estimate, closed_form, estimate
 from plait.planner.ground import Ground
 from plait.planner.job import Job
-from plait.planner.memory import StageBytes, stage_bytes
+from plait.planner.memory import peaks, stage_bytes
 from plait.planner.pace import TERMS
 from plait.planner.pipeline import simulated_passes
 from plait.schedule import GENERATORS, PassSeconds, Size
@@ -29,8 +30,12 @@ from plait.spec.pipeline import SHAPES
 
 NOISE = 0.05  # what one layout's prediction is off against another's of the same model and machine
 EXACT = 6  # of the best, simulated
-MOST_PASSES = 20_000  # of stages in all of these simulations
-SLOWER = 1.5  # a layout whose arithmetic and bubble alone take so much longer than the best known is not estimated
+MOST_PASSES = 8_000  # of stages in all of these simulations
+SLOWER = {
+    False: 1.5,
+    True: 3.0,
+}  # with experts or not: a layout whose arithmetic and bubble alone take so much longer than
+# the best known by them is not estimated; as soon as the best one estimated takes longer still, all are looked at again
 UNEVEN = 1.25  # blocks of the fullest stage over the mean, beyond which stages are too unequal
 MICROS = (1, 2, 4, 8, 16)
 MODES = ("none", "selective", "full")
@@ -60,10 +65,10 @@ class Rejected:
     miss: float = float("inf")
     nearest: str = ""
 
-    def add(self, miss: float, what: str, count: int = 1) -> None:
+    def add(self, miss: float, job: Job, count: int = 1) -> None:
         self.count += count
         if miss < self.miss:
-            self.miss, self.nearest = miss, what
+            self.miss, self.nearest = miss, describe(job)
 
 
 @dataclass
@@ -109,7 +114,7 @@ def search(ground: Ground, want: Want, top: int = 10) -> Found:
 
 def _sift(ground: Ground, want: Want) -> tuple[Sieve, list[Job], np.ndarray]:
     """Jobs that could be best, and their seconds. A bound drops nothing that the best found would not beat."""
-    margin = SLOWER
+    margin = SLOWER[ground.shape.spec.moe is not None]
     while True:
         sieve = Sieve(ground, want, margin)
         jobs = list(sieve.survivors())
@@ -149,7 +154,7 @@ class Sieve:
 
     def reject(self, reason: str, miss: float, job: Job, count: int = 1) -> None:
         self.examined += count
-        self.reasons.setdefault(reason, Rejected(reason)).add(miss, describe(job), count)
+        self.reasons.setdefault(reason, Rejected(reason)).add(miss, job, count)
 
     def survivors(self) -> Iterator[Job]:
         """Jobs to estimate."""
@@ -230,9 +235,11 @@ class Sieve:
                 tried = len(micros) * len(self.modes)
                 self.reject("does not fit at micro-batch 1 under full recompute", states.total / limit, job, tried)
                 continue
+            too_large: dict[tuple[str, int], float] = {}  # schedules of which no larger micro-batch fits either
             for micro in micros:
                 for schedule, chunks in self._schedules(job, each // micro):
-                    yield from self._recomputed(job._replace(micro=micro, chunks=chunks, schedule=schedule))
+                    asked = job._replace(micro=micro, chunks=chunks, schedule=schedule)
+                    yield from self._recomputed(asked, too_large)
 
     def _stages_of_zero(self, split: Job) -> Sequence[int]:
         if split.dp * split.cp == 1:
@@ -250,30 +257,43 @@ class Sieve:
             each = layers // job.pp
             yield from (("interleaved", n) for n in divisors(each) if n > 1 and each // n <= 8)
 
-    def _recomputed(self, job: Job) -> Iterator[Job]:
+    def _recomputed(self, job: Job, too_large: dict[tuple[str, int], float]) -> Iterator[Job]:
         """The job under each recompute mode that fits, the least first; more recompute than needed is never faster."""
-        size = Size(job.pp, job.micro_batches, job.chunks)
-        bubble = GENERATORS[job.schedule].idle(size, EQUAL) / (3 * job.micro_batches)
-        for mode in self.modes:
+        if miss := too_large.get((job.schedule, job.chunks), 0.0):
+            self.reject(f"does not fit under recompute {self.modes[-1]}", miss, job, len(self.modes))
+            return
+        bubble = _bubble(job.schedule, Size(job.pp, job.micro_batches, job.chunks))
+        limit = self.ground.cluster.device.memory
+        needed = self._peaks(job)
+        for mode, peak in zip(self.modes, needed, strict=True):
             asked = job._replace(recompute=mode)
             bound = self.arithmetic * (1 + bubble) * (4 / 3 if mode == "full" else 1.0)
             if bound > self.margin * self.least:
                 self.reject("slower by its arithmetic and bubble alone", bound / self.least, asked)
-                continue
-            used = self._most(asked)
-            limit = self.ground.cluster.device.memory
-            if used.total > limit:
-                self.reject(f"does not fit under recompute {mode}", used.total / limit, asked)
-                continue
-            self.least = min(self.least, bound)
-            self.examined += 1
-            yield asked
-            return
+            elif peak > limit:
+                self.reject(f"does not fit under recompute {mode}", peak / limit, asked)
+            else:
+                self.least = min(self.least, bound)
+                self.examined += 1
+                yield asked
+                break
+        if needed[-1] > limit:
+            too_large[job.schedule, job.chunks] = needed[-1] / limit
 
-    def _most(self, job: Job) -> StageBytes:
-        """The fullest of three positions: the first two hold most micro-batches, the last holds the logits."""
-        at = sorted({0, min(1, job.pp - 1), job.pp - 1})
-        return max((stage_bytes(self.ground, job, pp) for pp in at), key=lambda stage: stage.total)
+    def _peaks(self, job: Job) -> list[float]:
+        """Bytes under each recompute mode on the fullest of three positions: the first two hold most micro-batches, the
+        last holds the logits. Where all blocks are alike the second holds no more than the first.
+        """
+        alike = len(self.ground.shape.kinds) == 1
+        at = {0, job.pp - 1} if alike else {0, min(1, job.pp - 1), job.pp - 1}
+        each = [peaks(self.ground, job, pp, self.modes) for pp in at]
+        return [max(of_mode) for of_mode in zip(*each, strict=True)]
+
+
+@lru_cache(maxsize=65536)
+def _bubble(schedule: str, size: Size) -> float:
+    """A schedule's idle time over its work, with F, B and W equally long."""
+    return GENERATORS[schedule].idle(size, EQUAL) / (3 * size.micro_batches)
 
 
 def _nothing(ground: Ground, want: Want, reasons: dict[str, Rejected]) -> UsageError:

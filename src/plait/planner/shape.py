@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from plait.placement.cuts import CUTS, piece
+from plait.placement.stages import even
 from plait.spec.model import ModelSpec, TensorSpec
+from plait.spec.pipeline import owners
 
 # Roles whose tensors a token is multiplied with. Experts are those of one token, by top_k.
 MATRICES = {"q", "kv", "column", "row", "latent", "router", "expert_column", "expert_row"}
@@ -25,6 +28,20 @@ class Split(NamedTuple):
     kv: int = 1  # of tp: ranks with different key/value heads
     ep: int = 1
     etp: int = 1
+
+
+class Place(NamedTuple):
+    """How a pipeline's stages lie on its positions: `chunks` on each, round or (`folded`) down and up again."""
+
+    pp: int = 1
+    chunks: int = 1
+    folded: bool = False
+    layers: tuple[int, ...] = ()  # blocks of each stage; none: as even as can be
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The position of each stage."""
+        return owners(self.pp, self.chunks, self.folded)
 
 
 @dataclass(frozen=True)
@@ -67,6 +84,14 @@ class Shape:
             found[self.layers[layer]] += 1
         return tuple(found)
 
+    def kinds_of_stages(self, stages: int, layers: tuple[int, ...] = ()) -> tuple[tuple[int, ...], ...]:
+        """How many blocks of each kind each stage has, of `layers` blocks each; none: as even as can be."""
+        return _kinds_of_stages(self, stages, layers)
+
+    def kinds_of_positions(self, place: Place) -> tuple[tuple[int, ...], ...]:
+        """How many blocks of each kind each pipeline position has, in all its stages."""
+        return _kinds_of_positions(self, place)
+
     def embedding_elements(self, split: Split) -> int:
         return _outside_elements(self, split, "embedding")
 
@@ -104,6 +129,21 @@ def shape_of(spec: ModelSpec) -> Shape:
         tuple(t for t in outside if t.part == "embedding"),
         tuple(t for t in outside if t.part == "head"),
     )
+
+
+@lru_cache(maxsize=4096)
+def _kinds_of_stages(shape: Shape, stages: int, layers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    counts = layers or even(len(shape.layers), stages)
+    return tuple(shape.count(range(*edge)) for edge in pairwise(accumulate(counts, initial=0)))
+
+
+@lru_cache(maxsize=4096)
+def _kinds_of_positions(shape: Shape, place: Place) -> tuple[tuple[int, ...], ...]:
+    held: list[list[tuple[int, ...]]] = [[] for _ in range(place.pp)]
+    each = shape.kinds_of_stages(place.pp * place.chunks, place.layers)
+    for kinds, owner in zip(each, place.owners, strict=True):
+        held[owner].append(kinds)
+    return tuple(tuple(map(sum, zip(*mine, strict=True))) for mine in held)
 
 
 def _block(tensors: tuple[TensorSpec, ...]) -> Block:

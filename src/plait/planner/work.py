@@ -11,16 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from plait.placement.cuts import piece
-from plait.planner.block import COLUMNS, INDEX, How, block_counts, entry_counts, head_counts
+from plait.planner.block import COLUMNS, INDEX, How, block_counts, entry_counts, head_counts, width_of
 from plait.planner.ground import Ground
 from plait.planner.job import Job
-from plait.planner.memory import parts_recomputed, stage_kinds
+from plait.planner.memory import parts_recomputed
 from plait.planner.network import wires
-from plait.planner.shape import Shape
+from plait.planner.shape import Place, Shape, Split
 from plait.schedule import GENERATORS, PassSeconds, Size
 from plait.spec.flops import flops_per_token
-from plait.spec.pipeline import SHAPES, owners
 
 
 class Work(NamedTuple):
@@ -45,47 +43,49 @@ class Work(NamedTuple):
 
 def work(ground: Ground, job: Job) -> Work:
     """All counts of a job."""
-    shape = ground.shape
-    fullest, ends = position_kinds(shape, owners(job.pp, job.chunks, SHAPES[job.schedule].folded))
-    how = _how(shape, job)
-    blocks = _blocks(ground, job, how)
-    head = head_counts(ground, how)
-    entry = entry_counts(ground, how)
-    stage = _sum(fullest, blocks) + (entry if job.pp == 1 else 0.0)
-    last = _sum(ends, blocks) + head + (entry if job.pp == 1 else 0.0)
-    total = _sum(shape.count(range(len(shape.layers))), blocks) + head + entry
-    if job.pp > 1:
-        message = _message(ground, job)
-        for counts in (stage, last):
-            counts[:, INDEX["pp"]] += job.chunks * message
-        total[:, INDEX["pp"]] += job.chunks * message * job.pp
-    reduce, gather, start = _data_parallel(ground, job)
-    update = _update(shape, job) / ground.cluster.device.bandwidth
+    how = _how(ground.shape, job)
+    stage, last, total = _positions(ground, how, job.place, job.recompute_layers, job.stride("pp"))
+    reduce, gather, start = _data_parallel(ground, _frame(job))
+    if job.zero == 2:
+        reduce *= job.micro_batches
     return Work(
-        stage, last, total, job.micro_batches, job.pp, job.chunks, reduce, gather, start,
-        job.zero == 3, update, job.world, _fill(job.schedule, job.pp, job.micro_batches, job.chunks),
+        stage, last, total, job.micro_batches, job.pp, job.chunks, reduce, gather, start, job.zero == 3,
+        _update(ground.shape, job) / ground.cluster.device.bandwidth, job.world,
+        _fill(job.schedule, job.pp, job.micro_batches, job.chunks),
     )  # fmt: skip
 
 
-@lru_cache(maxsize=4096)
-def position_kinds(shape: Shape, place: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Blocks of each kind on the position with the most blocks, and on that of the last stage."""
-    each = [stage_kinds(shape, place, at) for at in range(max(place) + 1)]
-    return max(each, key=lambda kinds: (sum(kinds), kinds[::-1])), each[place[-1]]
+@lru_cache(maxsize=16384)
+def _positions(ground: Ground, how: How, place: Place, first: int, stride: int) -> tuple[np.ndarray, ...]:
+    """(forward, backward) counts on the fullest position, on that of the last stage, and on all together.
+
+    `first` blocks of a position are recomputed, neighbours in the pipeline are `stride` ranks apart.
+    """
+    shape, pp = ground.shape, place.pp
+    positions = shape.kinds_of_positions(place)
+    fullest = max(positions, key=lambda kinds: (sum(kinds), kinds[::-1]))
+    blocks = _blocks(ground, how, len(shape.layers) / pp, first)
+    head, entry = head_counts(ground, how), entry_counts(ground, how)
+    alone = entry if pp == 1 else 0.0
+    stage, last = _sum(fullest, blocks) + alone, _sum(positions[place.owners[-1]], blocks) + head + alone
+    total = _sum(shape.count(range(len(shape.layers))), blocks) + head + entry
+    if pp > 1:
+        message = place.chunks * _message(ground, how, stride)
+        stage[:, INDEX["pp"]] += message
+        last[:, INDEX["pp"]] += message
+        total[:, INDEX["pp"]] += message * pp
+    return stage, last, total
 
 
 def position_counts(ground: Ground, job: Job) -> np.ndarray:
     """(stages, 2, columns): forward and backward counts of one micro-batch on each stage, chunks one by one."""
     shape, how = ground.shape, _how(ground.shape, job)
-    blocks = _blocks(ground, job, how)
-    stages = job.pp * job.chunks
-    found = np.stack(
-        [_sum(shape.count(range(*piece(len(shape.layers), stages, stage))), blocks) for stage in range(stages)]
-    )
+    blocks = _blocks(ground, how, len(shape.layers) / job.pp, job.recompute_layers)
+    found = np.stack([_sum(kinds, blocks) for kinds in shape.kinds_of_stages(job.pp * job.chunks, job.layers)])
     found[0] += entry_counts(ground, how)
     found[-1] += head_counts(ground, how)
     if job.pp > 1:
-        found[:, :, INDEX["pp"]] += _message(ground, job)
+        found[:, :, INDEX["pp"]] += _message(ground, how, job.stride("pp"))
     return found
 
 
@@ -103,13 +103,12 @@ def _fill(schedule: str, pp: int, micro_batches: int, chunks: int) -> float:
     return GENERATORS[schedule].idle(Size(pp, micro_batches, chunks), PassSeconds(1.0, 1.0, 1.0)) / (3 * (pp - 1))
 
 
-def _blocks(ground: Ground, job: Job, how: How) -> list[np.ndarray]:
-    """Counts of each kind of block; where only some blocks of a position are recomputed, the mean of both."""
+def _blocks(ground: Ground, how: How, each: float, first: int) -> list[np.ndarray]:
+    """Counts of each kind of block; where only the first of a position's `each` are recomputed, the mean of both."""
     again = [block_counts(ground, block, how) for block in ground.shape.kinds]
-    each = len(ground.shape.layers) / job.pp
-    if "block" not in how.recomputed or not 0 <= job.recompute_layers < each:
+    if "block" not in how.recomputed or not 0 <= first < each:
         return again
-    share = job.recompute_layers / each
+    share = first / each
     kept = [block_counts(ground, block, how._replace(recomputed=())) for block in ground.shape.kinds]
     return [share * some + (1 - share) * other for some, other in zip(again, kept, strict=True)]
 
@@ -128,20 +127,29 @@ def _sum(kinds: tuple[int, ...], blocks: list[np.ndarray]) -> np.ndarray:
     return found
 
 
-def _message(ground: Ground, job: Job) -> np.ndarray:
+def _message(ground: Ground, how: How, stride: int) -> np.ndarray:
     """Seconds of one activation (and of its gradient) between neighbouring stages, cut over tp where both sides hold
     it so or can gather it.
     """
-    link, stack = ground.cluster.link(2, job.stride("pp")), ground.stack
-    whole = job.width * job.tokens * ground.shape.spec.hidden / link.bandwidth
-    cut = np.array([job.tp if stack.scatter_messages else 1, job.tp if stack.scatter_gradients else 1])
+    link, stack = ground.cluster.link(2, stride), ground.stack
+    whole = width_of(how.compute) * how.tokens * ground.shape.spec.hidden / link.bandwidth
+    cut = np.array([how.tp if stack.scatter_messages else 1, how.tp if stack.scatter_gradients else 1])
     return whole / cut + link.latency
 
 
+def _frame(job: Job) -> Job:
+    """A job without what data parallelism does not depend on: the key of a cache."""
+    return job._replace(
+        micro=1, batch=1, sequence=1, sequence_parallel=False, recompute="none", recompute_layers=-1, chunks=1,
+        schedule="1f1b", layers=(),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=65536)
 def _data_parallel(ground: Ground, job: Job) -> tuple[float, float, float]:
     """Seconds on the wires of reducing gradients and of gathering weights; of a step, or of a micro-batch in ZeRO 3."""
     shape, stack = ground.shape, ground.stack
-    dense, experts = stage_elements(shape, job)
+    dense, experts = _elements(shape, job.split(shape), job.pp)
     parts = (
         (dense, job.dp * job.cp, min(job.shards, job.dp * job.cp)),
         (experts, job.expert_copies, job.expert_copies),
@@ -159,26 +167,24 @@ def _data_parallel(ground: Ground, job: Job) -> tuple[float, float, float]:
         if job.zero:
             gather += inside.gather(elements * stack.gather_bytes)
         start += 2 * inside.start * (len(shape.layers) / job.pp if job.zero == 3 else 1)
-    if job.zero == 2:
-        reduce *= job.micro_batches
     return reduce, gather, start
 
 
-def stage_elements(shape: Shape, job: Job) -> tuple[float, float]:
+@lru_cache(maxsize=16384)
+def _elements(shape: Shape, split: Split, pp: int) -> tuple[float, float]:
     """(dense, expert) elements on a rank of the fullest position, ends included in the mean."""
-    split = job.split(shape)
     dense = experts = 0.0
     for block, count in zip(shape.kinds, shape.count(range(len(shape.layers))), strict=True):
         own = block.elements(split)
-        dense += count * own[0] / job.pp
-        experts += count * own[1] / job.pp
+        dense += count * own[0] / pp
+        experts += count * own[1] / pp
     outside = shape.embedding_elements(split) + shape.head_elements(split, with_embedding=True)
-    return dense + outside / (1 if job.pp == 1 else 2), experts
+    return dense + outside / (1 if pp == 1 else 2), experts
 
 
 def _update(shape: Shape, job: Job) -> float:
     """Bytes that Adam reads and writes for one rank's slice: gradient, master, moments; and the weight it writes."""
-    dense, experts = stage_elements(shape, job)
+    dense, experts = _elements(shape, job.split(shape), job.pp)
     if job.zero:
         dense, experts = dense / job.shards, experts / min(job.expert_copies, job.shards)
     return (4 + 8 + 16 + 2) * (dense + experts)
