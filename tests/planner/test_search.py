@@ -164,7 +164,7 @@ def test_longer_messages_and_more_ranks_never_make_a_term_negative() -> None:
     assert (closed_form(of, jobs)[:, : TERMS.index("jitter")] >= 0).all()
 
 
-@pytest.mark.parametrize(("model", "world", "batch"), [("llama3-70b", 64, 512), ("mixtral-8x7b", 32, 256)])
+@pytest.mark.parametrize(("model", "world", "batch"), [("llama3-70b", 64, 512), ("mixtral-8x7b", 16, 64)])
 def test_peaks_of_a_search_are_the_totals_of_its_plans(model: str, world: int, batch: int) -> None:
     of = ground(model, stack="plait")
     jobs = list(Sieve(of, Want(world, batch, 4096), 1.5).survivors())[::41]
