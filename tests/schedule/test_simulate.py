@@ -64,21 +64,25 @@ def test_times_count_from_the_first_start() -> None:
     "name",
     [
         "1f1b",
-        pytest.param("zb-h1", marks=pytest.mark.proof),
-        pytest.param("v-half", marks=pytest.mark.proof),
-        pytest.param("dualpipe-v", marks=pytest.mark.proof),
+        *(pytest.param(name, marks=pytest.mark.proof) for name in SHAPES if name != "1f1b"),
     ],
 )
 def test_64_stages_and_512_micro_batches_take_a_second_each_to_generate_check_and_simulate(name: str) -> None:
-    """On an idle core; the limit leaves room for a busy machine, and none for quadratic work."""
-    ranks = 64 // SHAPES[name].chunks
-    times = [time.process_time()]
-    schedule = lower(generate(name, ranks, 512))
-    times.append(time.process_time())
-    check(schedule)
-    times.append(time.process_time())
-    simulate(schedule, Costs.equal(64))
-    times.append(time.process_time())
-    took = [after - before for before, after in pairwise(times)]
-    print(f"{name}: generated and lowered in {took[0]:.2f} s, checked in {took[1]:.2f} s, simulated in {took[2]:.2f} s")
-    assert max(took) < 6
+    """On an idle core each takes about half a second; a core shared with others does half as much in its time."""
+    ranks, times = 64 // SHAPES[name].chunks, []
+    for _ in range(2):
+        clock = [time.process_time()]
+        plain = generate(name, ranks, 512)
+        clock.append(time.process_time())
+        schedule = lower(plain)
+        clock.append(time.process_time())
+        check(schedule)
+        clock.append(time.process_time())
+        simulate(schedule, Costs.equal(64))
+        clock.append(time.process_time())
+        times.append([after - before for before, after in pairwise(clock)])
+        if max(times[-1]) <= 1:
+            break
+    best = [min(took) for took in zip(*times, strict=True)]
+    print("{}: generated {:.2f} s, lowered {:.2f}, checked {:.2f}, simulated {:.2f}".format(name, *best))
+    assert max(best) <= 2

@@ -28,7 +28,6 @@ class Kind(StrEnum):
 F, B, W, BW, FB, SEND, RECV, DROP, REDUCE = Kind  # plain names: looking up an enum's member is slow before 3.12
 COMPUTE = (F, B, W, BW, FB)
 WEIGHT_GRADIENTS = (W, BW)  # the single passes that make them
-RETURNING = (B, BW)  # the single passes that hand a gradient to the stage before
 
 
 class Message(NamedTuple):
@@ -115,21 +114,23 @@ class Schedule:
 
     def inputs(self, action: Action) -> tuple[Message, ...]:
         """What the action consumes from neighbouring stages, those on the same rank included."""
-        if action.backward is not None:
+        kind, stage, micro, _, backward = action
+        if backward is not None:
             return tuple([message for part in action.parts for message in self.inputs(part)])
-        kind, stage, micro, _, _ = action
         if kind is F:
             return (Message(stage - 1, stage, micro),) if stage > 0 else ()
-        return (Message(stage + 1, stage, micro),) if kind in RETURNING and stage + 1 < self.stages else ()
+        returns = kind is B or kind is BW
+        return (Message(stage + 1, stage, micro),) if returns and stage + 1 < self.stages else ()
 
     def outputs(self, action: Action) -> tuple[Message, ...]:
         """What the action produces for neighbouring stages, those on the same rank included."""
-        if action.backward is not None:
+        kind, stage, micro, _, backward = action
+        if backward is not None:
             return tuple([message for part in action.parts for message in self.outputs(part)])
-        kind, stage, micro, _, _ = action
         if kind is F:
             return (Message(stage, stage + 1, micro),) if stage + 1 < self.stages else ()
-        return (Message(stage, stage - 1, micro),) if kind in RETURNING and stage > 0 else ()
+        returns = kind is B or kind is BW
+        return (Message(stage, stage - 1, micro),) if returns and stage > 0 else ()
 
     def channel(self, message: Message) -> tuple[int, int]:
         """(sending rank, receiving rank). Equal where both stages share a rank: then nothing is sent.
@@ -137,8 +138,10 @@ class Schedule:
         Messages of one channel are sent and received in one order, activations and gradients together, so a
         communicator per channel needs no tags and can never wait on itself.
         """
-        return self.owner[message.source], self.owner[message.target]
+        source, target, _ = message
+        return self.owner[source], self.owner[target]
 
     def crosses(self, message: Message) -> bool:
         """Whether the message has to travel between ranks."""
-        return self.owner[message.source] != self.owner[message.target]
+        source, target, _ = message
+        return self.owner[source] != self.owner[target]

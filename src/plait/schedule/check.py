@@ -11,7 +11,6 @@ from itertools import product, zip_longest
 from plait.schedule.actions import (
     BW,
     DROP,
-    RECV,
     REDUCE,
     SEND,
     WEIGHT_GRADIENTS,
@@ -24,6 +23,7 @@ from plait.schedule.actions import (
     Schedule,
     W,
 )
+from plait.schedule.bulk import uncollected
 from plait.schedule.walk import walk
 from plait.spec.errors import InvalidSchedule
 
@@ -31,6 +31,7 @@ NEEDS = {F: (), B: (F,), W: (B,), BW: (F,)}  # what must be done before each pas
 MAKES = {F: (F,), B: (B,), W: (W,), BW: (B, W)}
 
 
+@uncollected()
 def check(schedule: Schedule) -> Schedule:
     """Return the lowered schedule if it is valid, else raise InvalidSchedule.
 
@@ -43,7 +44,7 @@ def check(schedule: Schedule) -> Schedule:
     for rank, program in enumerate(schedule.programs):
         computed = [action for action in program if action.message is None]
         passes = [part for action in computed for part in action.parts]
-        _check_places(schedule, rank, program)
+        _check_places(schedule, rank, [*passes, *program])
         _check_passes(schedule, rank, passes)
         _check_messages(schedule, rank, program)
         _check_reductions(rank, computed)
@@ -63,16 +64,19 @@ def _check_end(schedule: Schedule, blocking: bool) -> None:
         pass
 
 
-def _check_places(schedule: Schedule, rank: int, program: Program) -> None:
+def _check_places(schedule: Schedule, rank: int, actions: list[Action]) -> None:
     """Stages that exist and belong to the rank, micro-batches that exist, messages between neighbours."""
-    held, micros = set(schedule.held_by(rank)), range(schedule.micro_batches)
-    for action in program:
-        for at in (action,) if action.backward is None else action.parts:
-            if at.stage not in held:
-                raise _fault(rank, at, f"is not of this rank, which holds {_listed(schedule.held_by(rank))}")
-            if at.micro not in micros:
-                raise _fault(rank, at, f"is not one of {schedule.micro_batches} micro-batches")
-        if action.message is not None and not _joins_ranks(schedule, action.message):
+    held, count = schedule.held_by(rank), schedule.micro_batches
+    ends = [(action.message.source, action.message.target) for action in actions if action.message is not None]
+    strange = {action.stage for action in actions} - set(held)
+    beyond = {action.micro for action in actions} - set(range(count))
+    apart = {pair for pair in set(ends) if not _joins_ranks(schedule, *pair)}
+    for action in actions if strange or beyond or apart else ():
+        if action.stage in strange:
+            raise _fault(rank, action, f"is not of this rank, which holds {_listed(held)}")
+        if action.micro in beyond:
+            raise _fault(rank, action, f"is not one of {count} micro-batches")
+        if action.message is not None and action.message[:2] in apart:
             raise _fault(rank, action, "does not join two neighbouring stages on different ranks")
 
 
@@ -80,10 +84,9 @@ def _listed(stages: tuple[int, ...]) -> str:
     return f"stage{'s' * (len(stages) != 1)} {', '.join(map(str, stages)) or 'none'}"
 
 
-def _joins_ranks(schedule: Schedule, message: Message) -> bool:
-    source, target, _ = message
+def _joins_ranks(schedule: Schedule, source: int, target: int) -> bool:
     exist = 0 <= source < schedule.stages and 0 <= target < schedule.stages
-    return exist and abs(source - target) == 1 and schedule.crosses(message)
+    return exist and abs(source - target) == 1 and schedule.crosses(Message(source, target, 0))
 
 
 def _check_passes(schedule: Schedule, rank: int, passes: list[Action]) -> None:
@@ -112,21 +115,23 @@ def _check_messages(schedule: Schedule, rank: int, program: Program) -> None:
     arriving: set[Message] = set()  # received, or handed over on this rank, and not yet consumed
     leaving: set[Message] = set()  # made for another rank and not yet sent
     for action in program:
-        if action.message is not None:
-            if action.kind is SEND and action.message not in leaving:
+        kind, message = action.kind, action.message
+        if message is None:
+            taken = schedule.inputs(action)
+            if not arriving.issuperset(taken):
+                absent = next(one for one in taken if one not in arriving)
+                raise _fault(rank, action, f"needs the {absent}, {_without_source(schedule, absent)}")
+            arriving.difference_update(taken)
+            for made in schedule.outputs(action):
+                (leaving if schedule.crosses(made) else arriving).add(made)
+        elif kind is SEND:
+            if message not in leaving:
                 raise _fault(rank, action, "comes before its message is computed, or a second time")
-            if action.kind is RECV and action.message in arriving:
-                raise _fault(rank, action, "is posted twice")
-            leaving.discard(action.message)
-            if action.kind is RECV:
-                arriving.add(action.message)
-            continue
-        for message in schedule.inputs(action):
-            if message not in arriving:
-                raise _fault(rank, action, f"needs the {message}, {_without_source(schedule, message)}")
-            arriving.remove(message)
-        for message in schedule.outputs(action):
-            (leaving if schedule.crosses(message) else arriving).add(message)
+            leaving.remove(message)
+        elif message in arriving:
+            raise _fault(rank, action, "is posted twice")
+        else:
+            arriving.add(message)
     if leaving:
         raise _fault(rank, Action.send(min(leaving)), "is missing: its message is computed and never sent")
     if arriving:
@@ -179,16 +184,22 @@ def _check_channels(schedule: Schedule) -> None:
             if action.message is not None:
                 side = sends if action.kind is SEND else receives
                 side[schedule.channel(action.message)].append(action.message)
-    for source, target in sorted(sends.keys() | receives.keys()):
-        for sent, received in zip_longest(sends[source, target], receives[source, target]):
-            if sent is None:
-                raise _fault(target, Action.receive(received), f"has no SEND on rank {source}")
-            if received is None:
-                raise _fault(source, Action.send(sent), f"has no RECV on rank {target}")
-            if sent != received:
-                raise _fault(
-                    source, Action.send(sent), f"meets {Action.receive(received)} of rank {target}: the orders differ"
-                )
+    for channel in sorted(sends.keys() | receives.keys()):
+        if sends[channel] != receives[channel]:
+            _tell_apart(channel, sends[channel], receives[channel])
+
+
+def _tell_apart(channel: tuple[int, int], sends: list[Message], receives: list[Message]) -> None:
+    """Raise what is wrong at the first place where a channel's two ends differ."""
+    source, target = channel
+    for sent, received in zip_longest(sends, receives):
+        if sent is None:
+            raise _fault(target, Action.receive(received), f"has no SEND on rank {source}")
+        if received is None:
+            raise _fault(source, Action.send(sent), f"has no RECV on rank {target}")
+        if sent != received:
+            meets = f"meets {Action.receive(received)} of rank {target}: the orders differ"
+            raise _fault(source, Action.send(sent), meets)
 
 
 def _fault(rank: int, action: Action, problem: str) -> InvalidSchedule:

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import NamedTuple
 
 from plait.schedule.actions import F, Schedule
+from plait.schedule.bulk import uncollected
 from plait.schedule.orders import (
     Size,
     dualpipe_v,
@@ -144,6 +145,7 @@ GENERATORS: dict[str, Generator] = {
 }
 
 
+@uncollected()
 def generate(name: str, ranks: int, micro_batches: int, chunks: int | None = None) -> Schedule:
     """The compute actions of the named schedule, not yet lowered; without `chunks`, as many stages as it needs."""
     if name not in GENERATORS:

@@ -124,6 +124,8 @@ class _State:
                     continue
                 choice = Choice(_preference(policy, order, stage, micro), at, kind, stage)
                 best = choice if best is None else min(best, choice)
+            if best is not None and (best.kind is not W or not policy.patience):
+                break  # the other kinds are wanted less, and nobody waits for them
         if best is not None and best.kind is W and later is not None and policy.patience:
             return (None if later < now + policy.patience * self.costs.w[best.stage] else best), later
         return best, later

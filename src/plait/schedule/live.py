@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from plait.schedule.actions import B, F, Program, Schedule, W
+from plait.schedule.bulk import uncollected
 
 
 class Live(NamedTuple):
@@ -16,6 +17,7 @@ class Live(NamedTuple):
     total: int
 
 
+@uncollected()
 def live(
     schedule: Schedule, forward_bytes: Sequence[int] | None = None, weight_bytes: Sequence[int] | None = None
 ) -> tuple[Live, ...]:

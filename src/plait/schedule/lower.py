@@ -25,64 +25,75 @@ from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 from plait.schedule.actions import DROP, REDUCE, WEIGHT_GRADIENTS, Action, Message, Program, Schedule
+from plait.schedule.bulk import uncollected
 
 Flow = list[list[tuple[Message, ...]]]  # for each rank and compute action, what it takes in, or gives out
 
 SHARDS_GRADIENTS, SHARDS_WEIGHTS = 2, 3  # the first ZeRO stages that do
 
 
+class Pace(NamedTuple):
+    """The tick at which each rank runs each of its actions, and each message is made."""
+
+    ticks: list[list[int]]
+    made: dict[Message, int]
+
+
+@uncollected()
 def lower(schedule: Schedule, zero: int = 0, keep: bool = False) -> Schedule:
     """The same schedule with its communication listed, for a ZeRO stage; stage 3 may `keep` what it has gathered."""
     inputs = [[schedule.inputs(action) for action in program] for program in schedule.programs]
     outputs = [[schedule.outputs(action) for action in program] for program in schedule.programs]
-    receives = _receive_slots(schedule, inputs, outputs)
+    leaving = [[tuple(filter(schedule.crosses, made)) for made in made_here] for made_here in outputs]
+    receives = _receive_slots(schedule, inputs, leaving, _lockstep(inputs, outputs))
     programs = []
-    for rank, program in enumerate(schedule.programs):
+    for program, posted, sent in zip(schedule.programs, receives, leaving, strict=True):
         lowered: list[Action] = []
         endings = _endings(program, zero, keep)
         for index, action in enumerate(program):
-            if index in receives[rank]:
-                lowered += map(Action.receive, receives[rank][index])
+            if index in posted:
+                lowered += map(Action.receive, posted[index])
             lowered.append(action)
-            lowered += [Action.send(message) for message in outputs[rank][index] if schedule.crosses(message)]
+            if sent[index]:
+                lowered += map(Action.send, sent[index])
             if index in endings:
                 lowered += endings[index]
         programs.append(tuple(lowered))
     return replace(schedule, programs=tuple(programs))
 
 
-def _receive_slots(schedule: Schedule, inputs: Flow, outputs: Flow) -> list[dict[int, list[Message]]]:
+def _receive_slots(
+    schedule: Schedule, inputs: Flow, leaving: Flow, pace: Pace
+) -> list[defaultdict[int, list[Message]]]:
     """For each rank: compute action's index -> the messages whose receives are posted just before it."""
     consumer: dict[Message, int] = {}  # index of the compute action that needs the message
     sent: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
-    for consumed, made_here in zip(inputs, outputs, strict=True):
+    for consumed, made_here in zip(inputs, leaving, strict=True):
         for index, messages in enumerate(consumed):
             for message in messages:
                 consumer[message] = index
         for message in chain.from_iterable(made_here):
             sent[schedule.channel(message)].append(message)
 
-    ticks, made = _lockstep(inputs, outputs)
-    slots: list[dict[int, list[Message]]] = [defaultdict(list) for _ in schedule.programs]
-    for (source, target), leaving in sent.items():
-        slot = len(schedule.programs[target])
-        for message in reversed(leaving) if source != target else ():
-            if message in consumer:
-                in_time = bisect_left(ticks[target], made[message]) if message in made else slot
-                slot = min(slot, in_time, max(consumer[message] - 1, 0))
-                slots[target][slot].append(message)
-    for posted in chain.from_iterable(rank.values() for rank in slots):
-        posted.reverse()
+    slots: list[defaultdict[int, list[Message]]] = [defaultdict(list) for _ in schedule.programs]
+    for (_, target), in_order in sent.items():
+        posted, ticks, slot = slots[target], pace.ticks[target], len(schedule.programs[target])
+        for message in reversed(in_order):
+            needed_at, tick = consumer.get(message), pace.made.get(message)
+            if needed_at is not None:
+                in_time = slot if tick is None else bisect_left(ticks, tick)
+                slot = min(slot, in_time, max(needed_at - 1, 0))
+                posted[slot].append(message)
+    for receives in chain.from_iterable(posted.values() for posted in slots):
+        receives.reverse()
     return slots
 
 
-def _lockstep(inputs: Flow, outputs: Flow) -> tuple[list[list[int]], dict[Message, int]]:
-    """The tick at which each rank runs each action, and each message is made, if every action took one tick.
-
-    Actions that wait for ever have no tick.
-    """
+def _lockstep(inputs: Flow, outputs: Flow) -> Pace:
+    """The pace if every action took one tick. Actions that wait for ever have none."""
     ticks: list[list[int]] = [[] for _ in inputs]
     made: dict[Message, int] = {}
     now, moved = 0, True
@@ -97,15 +108,14 @@ def _lockstep(inputs: Flow, outputs: Flow) -> tuple[list[list[int]], dict[Messag
             for message in makes[at]:
                 made[message] = now
         now += 1
-    return ticks, made
+    return Pace(ticks, made)
 
 
 def _endings(program: Program, zero: int, keep: bool) -> dict[int, list[Action]]:
     """Compute action's index -> the REDUCEs and DROPs after it."""
-    computed = [(i, part.stage) for i, action in enumerate(program) for part in action.parts]
-    gradients = [
-        (i, part.stage) for i, action in enumerate(program) for part in action.parts if part.kind in WEIGHT_GRADIENTS
-    ]
+    passes = [(i, part) for i, action in enumerate(program) for part in action.parts]
+    computed = [(i, part.stage) for i, part in passes]
+    gradients = [(i, part.stage) for i, part in passes if part.kind in WEIGHT_GRADIENTS]
     reduces = gradients if zero >= SHARDS_GRADIENTS else _last_of_each(gradients)
     drops = [] if zero < SHARDS_WEIGHTS else _last_of_each(computed) if keep else computed
     endings: defaultdict[int, list[Action]] = defaultdict(list)

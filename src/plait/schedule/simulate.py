@@ -8,9 +8,11 @@ beside its compute. Nothing here knows where the seconds come from.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from plait.schedule.actions import BW, DROP, REDUCE, SEND, Action, B, F, Message, Schedule
+from plait.schedule.actions import BW, DROP, REDUCE, SEND, Action, B, F, Kind, Message, Schedule, W
+from plait.schedule.bulk import uncollected
 from plait.schedule.span import Span, Timeline
 from plait.schedule.walk import walk
 
@@ -34,32 +36,30 @@ class Costs:
         """The same for every stage and boundary."""
         return cls(f=(f,) * stages, b=(b,) * stages, w=(w,) * stages, link=(link,) * (stages - 1))
 
-    def compute(self, action: Action) -> float:
-        """Seconds of a compute action."""
-        return self._single_pass(action) if action.backward is None else sum(map(self._single_pass, action.parts))
-
-    def _single_pass(self, part: Action) -> float:
-        if part.kind is BW:
-            return self.bw[part.stage] if self.bw else self.b[part.stage] + self.w[part.stage]
-        seconds = self.f if part.kind is F else self.b if part.kind is B else self.w
-        return seconds[part.stage]
+    def by_kind(self) -> Mapping[Kind, tuple[float, ...]]:
+        """Seconds of each single pass, by stage."""
+        whole = self.bw or tuple(b + w for b, w in zip(self.b, self.w, strict=True))
+        return {F: self.f, B: self.b, W: self.w, BW: whole}
 
     def transfer(self, message: Message) -> float:
         """Seconds of one message on its link."""
         return self.link[min(message.source, message.target)] if self.link else 0.0
 
 
+@uncollected()
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """The spans of every rank of a lowered, checked schedule; the clock starts at 0.
 
     Raises InvalidSchedule where the ranks wait for each other.
     """
+    seconds = costs.by_kind()
     clock = [0.0] * schedule.ranks
     network_clock = [0.0] * schedule.ranks  # when the rank's last reduction ends
     compute: list[list[Span]] = [[] for _ in clock]
     network: list[list[Span]] = [[] for _ in clock]
     links = _Links(schedule, costs)
-    for rank, action in walk(schedule):
+    arrival = links.arrival
+    for rank, action, taken in walk(schedule):
         if action.message is not None:
             links.meet(action, action.message, clock[rank])
         elif action.kind is REDUCE:
@@ -67,10 +67,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             network_clock[rank] = start + (costs.reduce[action.stage] if costs.reduce else 0.0)
             network[rank].append(Span(action, start, network_clock[rank]))
         elif action.kind is not DROP:
-            arrivals = [links.arrival[message] for message in schedule.inputs(action) if message in links.arrival]
-            start = max(clock[rank], *arrivals) if arrivals else clock[rank]
-            clock[rank] = start + costs.compute(action)
-            compute[rank].append(Span(action, start, clock[rank]))
+            start = max([clock[rank], *[arrival.get(message, 0.0) for message in taken]])
+            parts = (action,) if action.backward is None else action.parts
+            clock[rank] = end = start + sum([seconds[part.kind][part.stage] for part in parts])
+            compute[rank].append(Span(action, start, end))
     for (source, _), spans in links.spans.items():
         network[source] += spans
     return Timeline(
@@ -79,21 +79,29 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 class _Links:
-    """Transfers under way: when each message arrives, and the sender's span of it, per channel."""
+    """Transfers under way: when each message arrives (none from the rank itself), and the sender's span, by channel."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.schedule, self.costs = schedule, costs
         self.half: dict[Message, tuple[Action, float]] = {}  # sent or posted, and the other side not yet there
         self.arrival: dict[Message, float] = {}
         self.spans: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
+        joints = [
+            Message(stage, other, 0)
+            for stage in range(schedule.stages)
+            for other in (stage - 1, stage + 1)
+            if 0 <= other < schedule.stages
+        ]
+        # By source and target stage: the transfers of their channel so far, and the seconds of one between them.
+        self.lanes = {(m.source, m.target): (self.spans[schedule.channel(m)], costs.transfer(m)) for m in joints}
 
     def meet(self, action: Action, message: Message, now: float) -> None:
         """One side of the message is there; when the second comes, the transfer can be timed."""
-        if message not in self.half:
+        other = self.half.pop(message, None)
+        if other is None:
             self.half[message] = action, now
             return
-        first, since = self.half.pop(message)
-        earlier = self.spans[self.schedule.channel(message)]
-        start = max(since, now, earlier[-1].end if earlier else 0.0)
-        self.arrival[message] = end = start + self.costs.transfer(message)
+        first, since = other
+        earlier, seconds = self.lanes[message[:2]]
+        start = max(since, now, earlier[-1].end) if earlier else max(since, now)
+        self.arrival[message] = end = start + seconds
         earlier.append(Span(first if first.kind is SEND else action, start, end))
