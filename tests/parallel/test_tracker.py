@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,19 +16,25 @@ from plait.models.init import initialise
 from plait.models.where import Where
 from plait.parallel import pipeline
 from plait.parallel.recompute import recompute
+from plait.parallel.stage import DecoderStage, Tensors
 from plait.parallel.tracker import StepBytes, Tracker, storage_bytes
 from plait.placement.activations import activations
+from plait.placement.stages import stages_of
 from plait.report import memory
 from plait.report.memory import peak_activations
+from plait.schedule import live
+from plait.schedule.of_run import schedules
 from plait.spec.fit import fit
 from plait.spec.layout import Layout
 from plait.spec.model import ModelSpec
-from plait.spec.run import BatchSpec, DataSpec, PrecisionSpec, RecomputeSpec, RunSpec
+from plait.spec.pipeline import SHAPES
+from plait.spec.run import BatchSpec, DataSpec, PrecisionSpec, RecomputeSpec, RunSpec, ScheduleSpec
 from plait.train.memory import Watch
 from tests.fixtures import T0_GROUPED, run_of
 from tests.launching import on_ranks
 from tests.ranks import Rank
 
+SPLIT = tuple(name for name, shape in SHAPES.items() if shape.split)
 ROWS, SEQUENCE = 2, 64
 BASE: dict[str, Any] = {
     "vocab": 300, "hidden": 64, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 192, "max_sequence": 64,
@@ -187,6 +196,95 @@ def test_ranks_of_a_split_run_hold_what_show_memory_says(layout: dict[str, Any],
         # A peak is promised from above: at 32 tokens the gradient of a weight, whose moment varies, is a tenth of it.
         assert 0.9 * (predicted.peak - predicted.messages) <= counted.peak
         assert predicted.peak <= 1.2 * counted.peak
+
+
+# --- between B and W --------------------------------------------------------------------------------------------------
+
+WIDER = T0_GROUPED.model_copy(update={"hidden": 64, "ffn": 192, "vocab": 300, "layers": 4})
+
+
+def second_figure(run: RunSpec) -> list[int]:
+    """What the checker says that each pipeline rank holds from B to W at its peak, in bytes."""
+    layout = fit(run)
+    stages = stages_of(run, layout)
+    of = [activations(run, layout, layers, s == 0, s == stages.last) for s, layers in enumerate(stages.layers)]
+    held = live(schedules(run, layout.dp)[0], [stage.held for stage in of], [stage.late for stage in of])
+    return [rank.weight for rank in held]
+
+
+def recomputed(run: RunSpec, mode: Any) -> RunSpec:
+    return run.model_copy(update={"recompute": RecomputeSpec(mode=mode)})
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    "how", [{"mode": "full"}, {}, {"mode": "selective"}, {"mode": "full", "loss_chunk": 8}], ids=str
+)
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}], ids=str)
+def test_what_is_there_between_b_and_w_is_the_checkers_second_figure(
+    layout: dict[str, Any], compute: Any, how: dict[str, Any], tmp_path: Path
+) -> None:
+    """All B before all W: then nothing else waits, and the tracker sees every byte, not only those asked for."""
+    order = tmp_path / "order.csv"
+    order.write_text("F0,B0,F1,B1,F2,B2,F3,B3,W0,W1,W2,W3\n")
+    run = run_of(WIDER, micro_batches=4, **layout).model_copy(
+        update={
+            "schedule": ScheduleSpec(file=str(order)),
+            "recompute": RecomputeSpec(**how),
+            "precision": PrecisionSpec(compute=compute),
+        }
+    )
+
+    def step(rank: int, world: int) -> tuple[int, int]:
+        mine = Rank.of(run)
+        (stage,) = mine.parallel.stages.values()
+        found: list[int] = []
+
+        def held() -> int:
+            time.sleep(0.02)  # a thread of the transport lets go of its tensors a little later
+            return tracker.held(x for tensors in mine.parallel.states.held().values() for x in tensors)
+
+        def weighed(micro: int) -> None:
+            found.append(held())
+            plain(micro)
+            found.append(held())
+
+        plain, stage.backward_weight = stage.backward_weight, weighed  # type: ignore[method-assign]
+        with Tracker(mine.parallel.states.come_and_go()) as tracker:
+            mine.backward()
+        return found[0], found[-1]
+
+    for before, after in on_ranks(fit(run).world, step):
+        assert before - after == pytest.approx(second_figure(run)[0], rel=HELD)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_linears_of_every_schedule_leave_for_w_what_the_checker_counts(mode: Any) -> None:
+    """Each linear's input and its output's gradient, to the byte, at the peak of every pipeline rank."""
+    runs = [recomputed(run_of(WIDER, pp=2, micro_batches=4, schedule=name), mode) for name in SPLIT]
+
+    def step(rank: int, world: int) -> list[int]:
+        return [most_left_for_w(run) for run in runs]
+
+    for run, *counted in zip(runs, *on_ranks(2, step), strict=True):
+        assert counted == second_figure(run) and min(counted) > 0
+
+
+def most_left_for_w(run: RunSpec) -> int:
+    """Bytes of the products that wait on this rank, at their peak in a step."""
+    mine, plain = Rank.of(run), DecoderStage.backward_input
+    found = [0]
+
+    def watched(stage: DecoderStage, micro: int, gradients: Tensors) -> Tensors:
+        returned = plain(stage, micro, gradients)
+        waiting = [p for one in mine.parallel.stages.values() for kept in one._products.values() for p in kept]
+        found.append(storage_bytes(x for product in waiting for x in (product.x, product.grad)))
+        return returned
+
+    with mock.patch.object(DecoderStage, "backward_input", watched):
+        mine.backward()
+    return max(found)
 
 
 def test_the_picture_and_the_executor_agree_on_messages_in_flight() -> None:

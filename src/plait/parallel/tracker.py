@@ -131,11 +131,20 @@ class Tracker(TorchDispatchMode):
 
     def report(self, but: Iterable[Tensor] = ()) -> StepBytes:
         """The bytes of everything born but the storages of some tensors (gradients that stay, say)."""
-        kept = {known[1] for x in but if (known := self._alive.get(_address(x))) is not None}
-        activations = [e for e in self._events if e.storage not in kept | self._moved | {FOLLOWED}]
+        kept = self._numbers(but)
         buffers = [e for e in self._events if e.storage in (self._moved | {FOLLOWED}) - kept]
-        peak, between, blocks = _replay(activations)
+        peak, between, blocks = _replay(self._activations(kept))
         return StepBytes(peak, between, _replay(buffers)[0], blocks)
+
+    def held(self, but: Iterable[Tensor] = ()) -> int:
+        """The bytes of activations that are there now, without the storages of some tensors."""
+        return sum(event.change for event in self._activations(self._numbers(but)))
+
+    def _activations(self, kept: set[int]) -> list[_Event]:
+        return [e for e in self._events if e.storage not in kept | self._moved | {FOLLOWED}]
+
+    def _numbers(self, tensors: Iterable[Tensor]) -> set[int]:
+        return {known[1] for x in tensors if (known := self._alive.get(_address(x))) is not None}
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -85,7 +85,8 @@ def activations(run: RunSpec, layout: Layout, layers: Sequence[int], first: bool
     recomputed = len(layers) if run.recompute.layers == "all" else run.recompute.layers
     blocks = tuple(_block(sizes, layer, index < recomputed) for index, layer in enumerate(layers))
     head, logits, loss = _head(sizes) if last else (0, 0, 0)
-    return Activations(_input(sizes, first), blocks, head, logits, loss, len(layers) * _late(sizes))
+    late = len(layers) * _late(sizes) + (_late_head(sizes) if last else 0)
+    return Activations(_input(sizes, first), blocks, head, logits, loss, late)
 
 
 class _Sizes:
@@ -236,6 +237,11 @@ def _late(s: _Sizes) -> int:
     gated = 2 if model.mlp == "swiglu" else 1
     inputs = 2 * s.hidden + t * (q + ffn) * w
     return inputs + t * (q + 2 * kv + gated * ffn + 2 * model.hidden) * w
+
+
+def _late_head(s: _Sizes) -> int:
+    """Input and output gradient of the projection onto the vocabulary; of a loss in chunks forward made the product."""
+    return 0 if s.run.recompute.loss_chunk else s.hidden + s.tokens * -(-s.model.vocab // s.tp) * s.width
 
 
 def _head(s: _Sizes) -> tuple[int, int, int]:
