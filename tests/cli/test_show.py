@@ -148,3 +148,36 @@ def test_a_page_that_cannot_be_is_refused(
 ) -> None:
     assert main(["show", what, "--html", str(tmp_path / path)]) == 2
     assert message in capsys.readouterr().err
+
+
+SEARCH = ["show", "schedule", "layout.pp=2", "schedule.name=zb-v", "batch.global_size=12"]
+
+
+def test_a_schedule_is_searched_written_and_read_again_without_torch(tmp_path: Path) -> None:
+    file = tmp_path / "found.csv"
+    done = base_install(*SEARCH, "--search", "--link", "0.5", "--limit", "2", "--json", "-o", str(file))
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert found["name"] == "found" and found["stage_owner"] == [0, 1, 1, 0]
+    assert 0 < found["step"] <= found["best_named"]["step"]
+    again = base_install(*SEARCH, f"schedule.file={file}", "--json")
+    assert (again.returncode, again.stderr) == (0, "")
+    order = [[(s["kind"], s["stage"], s["micro"]) for s in rank] for rank in found["ranks"]]
+    assert [[(s["kind"], s["stage"], s["micro"]) for s in r] for r in json.loads(again.stdout)["ranks"]] == order
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["layout", "--search"], "--search: layout has no schedule to search"),
+        (["schedule", "-o", "found.csv"], "-o belongs to a search"),
+        (["schedule", "--limit", "0.5"], "--limit belongs to a search"),
+        (["schedule", "layout.pp=2", "--search", "--limit", "0.01"], "lets no micro-batch come through"),
+        (["schedule", "layout.pp=2", "--search", "--costs", "no/run"], "no/run/spans.jsonl: cannot be read"),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused(
+    arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", *arguments]) == 2
+    assert error in capsys.readouterr().err

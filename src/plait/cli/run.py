@@ -11,7 +11,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from importlib.util import find_spec
 from typing import Annotated, Any, get_type_hints
 
@@ -64,7 +64,12 @@ def with_options(command: Callable[[Any], None], options: type[Any]) -> Callable
     """A command for typer whose options are the fields of a dataclass, handed over as one value of it."""
     hints = get_type_hints(options, include_extras=True)
     each = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        inspect.Parameter(
+            f.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if f.default is MISSING else f.default,
+            annotation=hints[f.name],
+        )
         for f in fields(options)
     ]
 

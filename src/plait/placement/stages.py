@@ -47,12 +47,22 @@ def stages_of(run: RunSpec, layout: Layout) -> StageMap:
     if asked == "even":
         counts = even(run.model.layers, len(owner))
     elif asked == "balanced":
-        head = 2 * run.model.vocab * run.model.hidden
-        block = (flops_per_token(run.model, run.batch.sequence).forward - head) / run.model.layers
-        counts = balanced(run.model.layers, owner, block, head)
+        counts = balanced(run.model.layers, owner, *_flops(run))
     else:
         counts = asked
     return StageMap(_ranges(counts), owner)
+
+
+def stage_flops(run: RunSpec, stages: StageMap) -> tuple[float, ...]:
+    """FLOP of each stage's forward for one token: its blocks and, in the last one, the head."""
+    block, head = _flops(run)
+    return tuple(block * len(layers) + head * (stage == stages.last) for stage, layers in enumerate(stages.layers))
+
+
+def _flops(run: RunSpec) -> tuple[float, float]:
+    """FLOP of a mean block's forward for one token, and of the head's."""
+    head = 2 * run.model.vocab * run.model.hidden
+    return (flops_per_token(run.model, run.batch.sequence).forward - head) / run.model.layers, head
 
 
 def stage_map(model: ModelSpec, layout: Layout, chunks: int | None = None) -> StageMap:

@@ -5,9 +5,9 @@ The schedule is the one that training executes; nothing here generates or orders
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 from plait.report.page import Panel, page
 from plait.report.table import elide
@@ -19,18 +19,29 @@ from plait.spec.run import RunSpec
 
 FORWARD, BACKWARD = 1.0, 2.0  # units of the planned timeline; transfers are free
 PLANNED = f"planned with F {FORWARD:g}, BW {BACKWARD:g} units, transfers free"
+PLANNED_COSTS: Mapping[str, Any] = {"F": FORWARD, "BW": BACKWARD, "transfer": 0.0}
 SHOWN_RANKS = 16
 
 
 @dataclass(frozen=True)
 class SchedulePicture:
-    """A training step of the pipeline; `sizes` says how large it is."""
+    """A training step of the pipeline; `sizes` says how large it is, `planned` and `costs` with which times."""
 
     schedule: Schedule
     timeline: Timeline
     peak_live: tuple[int, ...]  # stage inputs that each pipeline rank holds from F to its backward at its peak
     peak_late: tuple[int, ...]  # the same from B to W
     sizes: str
+    planned: str = PLANNED
+    costs: Mapping[str, Any] = field(default_factory=lambda: PLANNED_COSTS)
+    unit: str = "units"
+
+    @classmethod
+    def of(cls, schedule: Schedule, times: Costs, sizes: str, **said: Any) -> Self:
+        """Of a lowered schedule whose passes take these times."""
+        held = live(schedule)
+        peaks, late = tuple(rank.forward for rank in held), tuple(rank.weight for rank in held)
+        return cls(schedule, simulate(schedule, times), peaks, late, sizes, **said)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; times in units of the costs."""
@@ -38,7 +49,7 @@ class SchedulePicture:
             "name": self.schedule.name,
             "micro_batches": self.schedule.micro_batches,
             "stage_owner": list(self.schedule.owner),
-            "costs": {"F": FORWARD, "BW": BACKWARD, "transfer": 0.0},
+            "costs": dict(self.costs),
             **timeline_dict(self.timeline),
             "peak_live": list(self.peak_live),
             "peak_late": list(self.peak_late),
@@ -55,11 +66,11 @@ class SchedulePicture:
         lines = [f"peak live {what}, from F to its backward, by rank: {_row(self.peak_live)}"]
         if any(self.peak_late):
             lines.append(f"peak live {what}, from B to W, by rank: {_row(self.peak_late)}")
-        return "\n".join([self.title, PLANNED, draw(self.timeline, width, "units"), *lines])
+        return "\n".join([self.title, self.planned, draw(self.timeline, width, self.unit), *lines])
 
     def panel(self) -> Panel:
         """The planned timeline for a page."""
-        return Panel(PLANNED, self.timeline, "units")
+        return Panel(self.planned, self.timeline, self.unit)
 
     def html(self) -> str:
         """A self-contained page."""
@@ -67,24 +78,22 @@ class SchedulePicture:
 
     def trace(self) -> dict[str, Any]:
         """For Perfetto: a unit is drawn as a millisecond."""
-        return trace({"planned": self.timeline}, microseconds=1e3)
+        return trace({"planned": self.timeline}, microseconds=1e6 if self.unit == "s" else 1e3)
 
 
 def picture_schedule(run: RunSpec, layout: Layout) -> SchedulePicture:
     """The picture of a run that fits its layout."""
     schedule, _ = schedules(run, layout.dp)
     half = BACKWARD / 2  # B and W, wherever a schedule splits them
-    timeline = simulate(schedule, Costs.equal(schedule.stages, FORWARD, half, half))
-    held = live(schedule)
-    peaks, late = tuple(rank.forward for rank in held), tuple(rank.weight for rank in held)
-    return SchedulePicture(schedule, timeline, peaks, late, _sizes(run, layout, schedule))
+    return SchedulePicture.of(schedule, Costs.equal(schedule.stages, FORWARD, half, half), sizes(run, layout, schedule))
 
 
 def _row(peaks: tuple[int, ...]) -> str:
     return " ".join(elide([str(peak) for peak in peaks], SHOWN_RANKS))
 
 
-def _sizes(run: RunSpec, layout: Layout, schedule: Schedule) -> str:
+def sizes(run: RunSpec, layout: Layout, schedule: Schedule) -> str:
+    """How large a pipeline is, in words."""
     alike = f" (each line stands for {layout.ranks_per_stage} ranks alike)" if layout.ranks_per_stage > 1 else ""
     micro_batches = f"{schedule.micro_batches} micro-batch{'es' * (schedule.micro_batches > 1)}"
     pipeline = f"{schedule.ranks} pipeline rank{'s' * (schedule.ranks > 1)}{alike}"
