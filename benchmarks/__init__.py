@@ -5,6 +5,7 @@
     floor.py          the same step without communication
     peers.py          PyTorch's own loop, DistributedDataParallel and pipelining
     sharded_peers.py  PyTorch's fully_shard, and DeepSpeed (optional: requirements-peers.txt)
+    sleeping.py       pipelines whose stages sleep, on 4 and 8 ranks
     tensor_peer.py    PyTorch's tensor parallelism, on a plain Llama
     contest.py        which sides meet, on how many ranks; equal gradients first, then turns by the clock
     peak.py           peak memory of a side

@@ -1,4 +1,4 @@
-"""`python -m benchmarks [one|dp|tp|pp|zero] [--ranks N] [--rounds N]`: all contests, or those of one axis."""
+"""`python -m benchmarks [one|dp|tp|pp|sleep|zero] [--ranks N] [--rounds N]`: all contests, or those of one axis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import torch
 from benchmarks.contest import CONTESTS, Contest, hold
 from benchmarks.table import row, write_table
 from benchmarks.verdict import judge
-from benchmarks.work import TINY
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parent / "docs" / "benchmarks.md"
@@ -34,7 +33,7 @@ def main() -> None:
                 f"{contest.key}: {contest.needs} is not installed, left out (requirements-peers.txt)", file=sys.stderr
             )
             continue
-        size = TINY if asked.tiny else contest.size
+        size = contest.tiny if asked.tiny else contest.size
         print(f"{contest.key}: plait and {contest.peer}, load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
         result = judge(contest, hold(contest, size, asked.rounds, asked.steps), size, asked.steps)
         print(" | ".join(row(result)), flush=True)
@@ -48,7 +47,7 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("axis", nargs="?", choices=CONTESTS, help="default: all, one after the other")
-    parser.add_argument("--ranks", type=int, help="default: 2 and 4, pp: 2")
+    parser.add_argument("--ranks", type=int, help="default: 2 and 4, pp: 2, sleep: 4 and 8")
     parser.add_argument("--rounds", type=int, default=15, help="turns of each side (default 15, at least 7 to publish)")
     parser.add_argument("--steps", type=int, default=2, help="steps in a turn (default 2)")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the machinery; nothing is written")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from statistics import mean
 from time import perf_counter, process_time
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,13 +24,15 @@ from benchmarks.peak import peak_bytes
 from benchmarks.peers import SCHEDULES, DataParallel, Pipelining, PipeliningFloor, PlainFloor, PlainLoop, PlainShard
 from benchmarks.plait_side import plait
 from benchmarks.sharded_peers import DeepSpeed, FullySharded, ShardedFloor
+from benchmarks.sleeping import QUICK_NAPS, Naps, Order, SleepingPeer, SleepingPlait
 from benchmarks.tensor_peer import TensorParallel
-from benchmarks.work import WIDE, Side, Size
+from benchmarks.work import TINY, WIDE, Side, Size
 from plait.parallel.launch import World, launch
 from plait.proof.compare import TOLERANCE, error
 
-MakeSide = Callable[[Size, World, Pipes], Side]
-MICRO_BATCHES_PER_RANK = (1, 2, 4)  # which every schedule of the peer accepts
+MakeSide = Callable[[Any, World, Pipes], Side]  # from a Size, or from Naps
+MICRO_BATCHES_PER_RANK = (1, 2, 4)  # the peer's interleaved schedules accept no other kind of number
+LEAST_PER_RANK = {"dualpipe-v": 2}  # what the peer's schedule refuses to go below
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,12 @@ class Contest:
     peer: str
     ranks: int
     sides: Mapping[str, MakeSide]
-    size: Size = field(default_factory=Size)
+    size: Size | Naps = field(default_factory=Size)
     needs: str | None = None
     throughput: float = 1.0  # at least
     above_floor: float | None = None  # at most
     memory: float | None = None  # at most
+    tiny: Size | Naps = TINY  # in place of the size, to try the machinery
 
     @property
     def key(self) -> str:
@@ -60,13 +64,14 @@ class Turns:
     """What a contest measured, by side: seconds per step of each round, and how far gradients of step 1 were apart.
 
     `cpu_seconds` are those of all threads, the mean of the ranks: a busy machine disturbs them far less than the clock.
-    `peak_bytes` are by rank.
+    `peak_bytes` are by rank. Sides whose work is nothing but an order of passes have that in `orders`.
     """
 
     seconds: Mapping[str, list[float]]
     cpu_seconds: Mapping[str, list[float]]
     gradient_error: Mapping[str, float]
     peak_bytes: Mapping[str, list[int]] = field(default_factory=dict)
+    orders: Mapping[str, Order] = field(default_factory=dict)
 
 
 def one_process() -> Contest:
@@ -114,6 +119,20 @@ def pipeline(schedule: str, per_rank: int) -> Callable[[int], Contest]:
     return contest
 
 
+def sleeping(schedule: str, per_rank: int) -> Callable[[int], Contest]:
+    def contest(ranks: int) -> Contest:
+        micro = per_rank * ranks
+        sides: dict[str, MakeSide] = {
+            "plait": lambda naps, world, _: SleepingPlait(naps, world, schedule, micro),
+            "peer": lambda naps, world, _: SleepingPeer(naps, world, schedule, micro),
+        }
+        peer = SCHEDULES[schedule].__name__
+        key, title = f"sleep-{schedule}-{per_rank}p", f"{schedule}, {micro} micro-batches"
+        return Contest(key, title, peer, ranks, sides, Naps(), tiny=QUICK_NAPS)
+
+    return contest
+
+
 def sharded(stage: int, peer: str) -> Callable[[int], Contest]:
     def contest(ranks: int) -> Contest:
         title, make, needs = SHARDED_PEERS[peer]
@@ -142,17 +161,26 @@ def _apart(make: Callable[[Size, World], Side]) -> MakeSide:
     return lambda size, world, _: make(size, world)
 
 
+# Schedule and micro-batches per rank.
+PIPELINES = [
+    (schedule, each)
+    for schedule in SCHEDULES
+    for each in MICRO_BATCHES_PER_RANK
+    if each >= LEAST_PER_RANK.get(schedule, 1)
+]
+
 # Name on the command line -> its contests, as functions of the number of ranks; and the numbers it runs by default.
 CONTESTS: Mapping[str, tuple[list[Callable[[int], Contest]], tuple[int, ...]]] = {
     "one": ([lambda ranks: one_process()], (1,)),
     "dp": ([data_parallel], (2, 4)),
     "tp": ([tensor_parallel], (2, 4)),
-    "pp": ([pipeline(schedule, each) for schedule in SCHEDULES for each in MICRO_BATCHES_PER_RANK], (2,)),
+    "pp": ([pipeline(*each) for each in PIPELINES], (2,)),
+    "sleep": ([sleeping(*each) for each in PIPELINES if each[0] != "gpipe"], (4, 8)),
     "zero": ([sharded(3, "fsdp"), *(sharded(stage, "deepspeed") for stage in (3, 2, 1))], (2, 4)),
 }
 
 
-def hold(contest: Contest, size: Size, rounds: int, steps: int) -> Turns:
+def hold(contest: Contest, size: Size | Naps, rounds: int, steps: int) -> Turns:
     """Run a contest on forked ranks of one thread each. Raises ValueError, in words, where two sides do not agree."""
     if contest.needs is not None:
         import_module(contest.needs)  # once, before ranks are forked
@@ -165,18 +193,19 @@ def hold(contest: Contest, size: Size, rounds: int, steps: int) -> Turns:
     cpu = {side: _by_round(mean, [turns.cpu_seconds[side] for turns in everyone]) for side in contest.sides}
     measured = ("plait", "peer") if contest.memory is not None else ()
     peaks = {side: peak_bytes(contest.ranks, contest.sides[side], size) for side in measured}
-    return Turns(seconds, cpu, everyone[0].gradient_error, peaks)
+    return Turns(seconds, cpu, everyone[0].gradient_error, peaks, everyone[0].orders)
 
 
 def _by_round(combine: Callable[[Sequence[float]], float], ranks: list[list[float]]) -> list[float]:
     return [combine(times) for times in zip(*ranks, strict=True)]
 
 
-def _on_rank(world: World, contest: Contest, size: Size, rounds: int, steps: int, pipes: Pipes) -> Turns:
+def _on_rank(world: World, contest: Contest, size: Size | Naps, rounds: int, steps: int, pipes: Pipes) -> Turns:
     sides = {name: make(size, world, pipes) for name, make in contest.sides.items()}
     world.progress(1, "gradients")
     errors = agreement(sides, judge="peer") if world.rank == 0 else agreement(sides, judge=None)
-    turns = Turns({name: [] for name in sides}, {name: [] for name in sides}, errors)
+    orders = {name: side.order for name, side in sides.items() if isinstance(side, SleepingPlait | SleepingPeer)}
+    turns = Turns({name: [] for name in sides}, {name: [] for name in sides}, errors, orders=orders)
     for number in range(rounds + 1):
         world.progress(number, "turns")
         for name in reversed(sides) if number % 2 else sides:

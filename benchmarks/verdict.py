@@ -21,6 +21,7 @@ import torch
 
 import plait
 from benchmarks.contest import Contest, Turns
+from benchmarks.sleeping import Naps
 from benchmarks.work import Size
 
 COVERAGE = 0.95
@@ -53,7 +54,7 @@ def _coverage(n: int, k: int) -> float:
     return 1.0 - 2 * sum(math.comb(n, i) for i in range(k)) / float(2**n)
 
 
-def judge(contest: Contest, turns: Turns, size: Size, steps: int) -> dict[str, Any]:
+def judge(contest: Contest, turns: Turns, size: Size | Naps, steps: int) -> dict[str, Any]:
     """The result file of a contest."""
     seconds = turns.seconds
     medians = {side: median(times) for side, times in seconds.items()}
@@ -65,8 +66,8 @@ def judge(contest: Contest, turns: Turns, size: Size, steps: int) -> dict[str, A
         "peer": contest.peer,
         "ranks": contest.ranks,
         "threads_per_rank": 1,
-        "optimizer": "AdamW (fused)",
-        "size": asdict(size) | {"parameters": size.model.parameter_count()},
+        "optimizer": "AdamW (fused)" if isinstance(size, Size) else None,
+        "size": size.as_dict(),
         "rounds": len(seconds["plait"]),
         "steps_per_turn": steps,
         "gradient_error_of_step_1": dict(turns.gradient_error),
@@ -77,6 +78,7 @@ def judge(contest: Contest, turns: Turns, size: Size, steps: int) -> dict[str, A
         "above_floor": None if floor is None else asdict(ratio(_above(seconds, floor))),
         "cpu": _of_processor(turns),
         "peak_bytes": {side: list(by_rank) for side, by_rank in turns.peak_bytes.items()},
+        "orders": {side: order._asdict() for side, order in turns.orders.items()},
         "wanted": {"throughput_at_least": contest.throughput, "above_floor_at_most": contest.above_floor,
                    "memory_at_most": contest.memory},
         "milliseconds_by_round": {side: [1e3 * t for t in times] for side, times in seconds.items()},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +54,10 @@ class Size:
             vocab=self.vocab, hidden=self.hidden, layers=self.layers, heads=self.heads, ffn=self.ffn,
             max_sequence=self.sequence, kv_heads=self.heads, head_dim=self.head_dim,
         )  # fmt: skip
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the result file."""
+        return asdict(self) | {"parameters": self.model.parameter_count()}
 
     def run(self, micro_batches: int = 1, schedule: str = "1f1b", zero: int = 0, **layout: Any) -> RunSpec:
         """The run on a layout, each data-parallel rank's rows in so many micro-batches."""

@@ -46,7 +46,7 @@ def test_the_quick_contests_are_held():
 def test_both_sides_have_equal_gradients(contest):
     if contest.needs is not None:
         pytest.importorskip(contest.needs, reason="an optional peer: benchmarks/requirements-peers.txt")
-    turns = hold(contest, TINY, rounds=1, steps=1)
+    turns = hold(contest, contest.tiny, rounds=1, steps=1)
     assert max(turns.gradient_error.values()) <= 1e-5
     assert set(turns.gradient_error) == {s for s in contest.sides if s != "peer" and not s.startswith("floor")}
     assert all(len(times) == 1 and times[0] > 0 for times in turns.seconds.values())
