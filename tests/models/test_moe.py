@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plait.models.decoder import Decoder, logical_tensors
 from plait.models.init import initialise
-from plait.models.moe import MoE, Router, Tokens, choose, settle
+from plait.models.moe import MoE, Router, Tokens, choose, coarse, settle
 from plait.models.where import Where
 from plait.spec.experts import Experts
 from plait.spec.model import ModelSpec
@@ -145,6 +145,16 @@ def test_equal_scores_are_kept_from_the_first_position_on() -> None:
     y, _ = module(same, where)
     room = 2
     assert (y[:, :room] != 0).any(-1).all() and (y[:, room:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scores_that_differ_in_their_last_digits_are_equal_and_others_keep_their_order(dtype: torch.dtype) -> None:
+    x = torch.rand(1000, dtype=dtype, generator=torch.Generator().manual_seed(1)) + 0.01
+    kept, digits = coarse(x), {torch.float32: 2.0**-16, torch.float64: 2.0**-36}[dtype]
+    assert ((kept - x).abs() <= digits * x).all() and (coarse(kept) == kept).all()
+    near = torch.nextafter(x, torch.full_like(x, 2.0))
+    assert (coarse(near) == kept).float().mean() > 0.98  # the others straddle a step
+    assert (kept[x.argsort()].diff() >= 0).all()
 
 
 # --- balance ---------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from plait.spec.errors import InvalidRun
 from plait.spec.fit import fit
 from plait.spec.model import ModelSpec
 from plait.spec.presets import PRESETS
-from plait.spec.run import RunSpec
+from plait.spec.run import RecomputeSpec, RunSpec
 from tests.fixtures import ROWS, SEQUENCE, T0, T0_GROUPED, T0_RATIO_4, assert_equals_one_device, run_of
 from tests.launching import on_ranks
 from tests.ranks import Rank
@@ -152,6 +152,13 @@ def assert_documents_equal_one_device(run: RunSpec) -> None:
     ready = proof_run(with_documents(run), "float64")
     verdict = check(ready, samples_of(ready))
     assert verdict.ok, verdict.complaint
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("variant", ["ring", "ulysses", "gather", "ulysses in a ring"])
+def test_attention_with_dropout_is_recomputed_in_every_variant(variant: str) -> None:
+    run = run_of(DROPPING, **VARIANTS[variant])
+    assert_equals_one_device(run.model_copy(update={"recompute": RecomputeSpec(mode="selective")}))
 
 
 @pytest.mark.quick(2)

@@ -46,7 +46,8 @@ class Attention(nn.Module):
 class Core(nn.Module):
     """Causal attention, softmax(scale q k^T) v, within documents and window, with dropout on the probabilities.
 
-    `scale` is 1/sqrt(D) unless given; `first_head` is the global number of the first query head held here.
+    `scale` is 1/sqrt(D) unless given; `first_head` is the global number of the first query head held here. `fused` says
+    whether one kernel does it all and keeps O(S) for backward: probabilities that are dropped are kept whole.
     """
 
     def __init__(
@@ -55,11 +56,7 @@ class Core(nn.Module):
         super().__init__()
         self.window, self.dropout, self.scale, self.first_head = window, dropout, scale, first_head
         self.site = site_number(layer, "attention")
-
-    @property
-    def fused(self) -> bool:
-        """Whether one kernel does it all and keeps O(S) for backward; probabilities that are dropped are kept whole."""
-        return self.dropout == 0
+        self.fused = dropout == 0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, where: Where) -> Tensor:
         """q (B, S, h, D), k (B, S, kv, D) and v (B, S, kv, V) with kv dividing h -> (B, S, h, V)."""

@@ -269,6 +269,7 @@ class ContextCore(nn.Module):
         super().__init__()
         self.context, self.heads = context, heads
         self.core = copy(core)
+        self.core.fused = core.fused or context.ring.size > 1  # `_Attention` keeps O(S) whatever it drops
         self.core.first_head = core.first_head + context.ulysses.rank * heads // context.ulysses.size
         self.places = tuple(torch.tensor(tokens_in(runs), device=device) for runs in context.runs)
 
