@@ -170,7 +170,7 @@ def _layout(dice: random.Random, every_axis: bool) -> LayoutSpec:
     return LayoutSpec(
         tp=tp, pp=pp, dp=dp, cp=cp, etp=etp, ep=dice.choice(divisors(tp * dp * cp // etp)),
         ulysses=dice.choice(divisors(cp)), context=dice.choice(("ring", "gather")),
-        context_order=dice.choice(("zigzag", "contiguous")),
+        context_order=dice.choice(("zigzag", "contiguous", "contiguous")),
         sequence_parallel=dice.random() < 0.6, order=dice.choice((ORDERS[0], *ORDERS)),
     )  # fmt: skip
 
