@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from plait.models.decoder import Decoder as Decoder
     from plait.parallel.mesh import Mesh as Mesh
     from plait.parallel.parallelize import parallelize as parallelize
     from plait.proof.verify import verify as verify
@@ -15,22 +16,32 @@ if TYPE_CHECKING:
     from plait.spec.load import load as load
     from plait.spec.run import RunSpec as RunSpec
     from plait.train.loop import steps as steps
+    from plait.train.public import restore as restore
+    from plait.train.public import save as save
+    from plait.train.step import Step as Step
 
 __version__ = "0.1.0"
 
 # Name -> the module that defines it.
 _HOMES = {
+    "Decoder": "plait.models.decoder",
     "Layout": "plait.spec.layout",
     "Mesh": "plait.parallel.mesh",
     "RunSpec": "plait.spec.run",
     "Schedule": "plait.schedule.actions",
+    "Step": "plait.train.step",
     "load": "plait.spec.load",
     "parallelize": "plait.parallel.parallelize",
+    "restore": "plait.train.public",
+    "save": "plait.train.public",
     "steps": "plait.train.loop",
     "verify": "plait.proof.verify",
 }
 
-__all__ = ["Layout", "Mesh", "RunSpec", "Schedule", "__version__", "load", "parallelize", "steps", "verify"]
+__all__ = [
+    "Decoder", "Layout", "Mesh", "RunSpec", "Schedule", "Step", "__version__",
+    "load", "parallelize", "restore", "save", "steps", "verify",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

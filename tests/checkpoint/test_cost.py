@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from plait.checkpoint.manifest import read_manifest
-from plait.checkpoint.save import Saver, snapshot
+from plait.checkpoint.save import Saver
 from plait.checkpoint.shelf import folder_of
 from plait.parallel.launch import World, launch
 from plait.spec.model import ModelSpec
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.proof]
 
 # 9.2 million parameters: 110 MB of master weights and moments.
 MODEL = ModelSpec(vocab=257, hidden=384, layers=5, heads=6, kv_heads=6, ffn=1024, max_sequence=64)
-TRIES = 5
+TRIES = 9
 
 
 def a_run(steps: int) -> Any:
@@ -38,26 +38,31 @@ def on_two(job: Any) -> list[Any]:
 
 
 def test_the_call_blocks_for_no_more_than_the_copy_and_5_ms(tmp_path: Path) -> None:
-    def job(world: World) -> tuple[float, float]:
+    """The first call, which needs fresh memory, against a copy into fresh memory; a later one against one over it."""
+
+    def job(world: World) -> list[tuple[float, float]]:
         training = prepare(a_run(1), world)
         list(train_steps(training))
-        saver = Saver(tmp_path, training.mesh.group_on_cpu("world", "checkpoint"), keep=1)
-        copies, calls = [], []
+        group = training.mesh.group_on_cpu("world", "checkpoint")
+        pairs = []
         for number in range(1, TRIES + 1):
-            parts = [
-                p for parts in states_of(training.step).values() for piece, p in parts if piece.first_copy(world.rank)
-            ]
-            start = perf_counter()
-            torch.empty(sum(p.numel() for p in parts)).copy_(torch.cat([p.reshape(-1) for p in parts]))
-            copies.append((perf_counter() - start) / 2)  # there and back again: two copies
-            start = perf_counter()
-            saver.start(snapshot(states_of(training.step), world.rank), facts_of(training.step, number, 1.0, ""))
-            calls.append(perf_counter() - start)
-            saver.wait()
-        return min(copies), min(calls)
+            saver = Saver(tmp_path, group, keep=1)
+            states = states_of(training.step)
+            parts = [part for of in states.values() for piece, part in of if piece.first_copy(world.rank)]
+            target = None
+            for again in (0, 1):
+                start = perf_counter()
+                target = torch.empty(sum(p.numel() for p in parts)) if target is None else target
+                torch._foreach_copy_(list(target.split([p.numel() for p in parts])), parts)
+                copied = perf_counter() - start
+                start = perf_counter()
+                saver.start(states_of(training.step), facts_of(training.step, 2 * number + again, 1.0, ""))
+                pairs.append((copied, perf_counter() - start))
+                saver.wait()
+        return [(min(c for c, _ in pairs[again::2]), min(t for _, t in pairs[again::2])) for again in (0, 1)]
 
-    for copy, call in on_two(job):
-        assert call <= copy * 1.2 + 0.005, (copy, call)
+    for found in on_two(job):
+        assert all(call <= copy + 0.005 for copy, call in found), found
 
 
 def test_twenty_steps_with_a_save_take_at_most_3_percent_more_and_the_copy(tmp_path: Path) -> None:
@@ -72,9 +77,8 @@ def test_twenty_steps_with_a_save_take_at_most_3_percent_more_and_the_copy(tmp_p
                 next(steps)
             plain = perf_counter() - start
             start = perf_counter()
-            taken = snapshot(states_of(training.step), world.rank)
-            copy = perf_counter() - start
-            saver.start(taken, facts_of(training.step, number, 1.0, ""))
+            saver.start(states_of(training.step), facts_of(training.step, number, 1.0, ""))
+            copy = perf_counter() - start  # and no more than 5 ms: the test above
             start = perf_counter()
             for _ in range(20):
                 next(steps)
@@ -92,7 +96,7 @@ def test_a_save_takes_no_longer_and_no_more_room_than_torchs_own(tmp_path: Path)
         training = prepare(a_run(1), world)
         list(train_steps(training))
         step = training.step
-        saver = Saver(tmp_path / "ours", training.mesh.group_on_cpu("world", "checkpoint"), keep=1)
+        saver = Saver(tmp_path / "ours", training.mesh.group_on_cpu("world", "checkpoint"), keep=TRIES + 1)
         same = {
             f"{state} {piece.placement.tensor.name} {piece.start} {world.rank}": part.clone()
             for state, parts in states_of(step).items()
@@ -103,18 +107,20 @@ def test_a_save_takes_no_longer_and_no_more_room_than_torchs_own(tmp_path: Path)
         for number in range(1, TRIES + 1):
             torch.distributed.barrier()
             start = perf_counter()
-            saver.start(snapshot(states_of(step), world.rank), facts_of(step, number, 1.0, ""))
+            saver.start(states_of(step), facts_of(step, number, 1.0, ""))
             saver.wait()
             ours.append(perf_counter() - start)
             torch.distributed.barrier()
             start = perf_counter()
             dcp.save(same, checkpoint_id=str(tmp_path / "theirs" / str(number)))
             theirs.append(perf_counter() - start)
-            if world.rank == 0 and number > 1:
+            if world.rank == 0 and number > 1:  # neither removes old ones while it is timed
                 shutil.rmtree(tmp_path / "theirs" / str(number - 1))
+                shutil.rmtree(folder_of(tmp_path / "ours", number - 1))
         size = read_manifest(folder_of(tmp_path / "ours", TRIES)).size
         return ours, theirs, size, sum(p.stat().st_size for p in (tmp_path / "theirs" / str(TRIES)).iterdir())
 
     ours, theirs, size, their_size = on_two(job)[0]
+    print(statistics.median(ours), statistics.median(theirs))
     assert size <= 1.1 * their_size, (size, their_size)
     assert statistics.median(ours) <= 1.1 * statistics.median(theirs), (ours, theirs)

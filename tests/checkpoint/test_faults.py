@@ -75,7 +75,7 @@ def killed(at: str, rank: str, folder: Path, whole: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(("at", "rank"), [("save writing", "1"), ("save publishing", "0"), ("save written", "all")])
-def test_killed_in_a_save_the_run_goes_on_from_a_whole_checkpoint(
+def test_b66_killed_in_a_save_the_run_goes_on_from_a_whole_checkpoint(
     at: str, rank: str, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed(at, rank, tmp_path, whole, monkeypatch)
@@ -84,7 +84,7 @@ def test_killed_in_a_save_the_run_goes_on_from_a_whole_checkpoint(
 @pytest.mark.proof
 @pytest.mark.parametrize("rank", ["0", "1", "all"])
 @pytest.mark.parametrize("at", SAVING)
-def test_killed_at_every_point_of_a_save_the_run_goes_on_from_a_whole_checkpoint(
+def test_b66_killed_at_every_point_of_a_save_the_run_goes_on_from_a_whole_checkpoint(
     at: str, rank: str, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed(at, "0" if at in FIRST_RANK_ONLY else rank, tmp_path, whole, monkeypatch)
@@ -134,7 +134,7 @@ def losses_of(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_a_damaged_checkpoint_is_refused_on_all_ranks_by_file_and_reason(
+def test_b66_a_damaged_checkpoint_is_refused_on_all_ranks_by_file_and_reason(
     number: int, whole: Path, tmp_path: Path
 ) -> None:
     refused(number, whole, tmp_path)
@@ -142,11 +142,11 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks_by_file_and_reason(
 
 @pytest.mark.proof
 @pytest.mark.parametrize("number", range(3, 63))
-def test_sixty_damaged_checkpoints_are_refused(number: int, whole: Path, tmp_path: Path) -> None:
+def test_b66_sixty_damaged_checkpoints_are_refused(number: int, whole: Path, tmp_path: Path) -> None:
     refused(number, whole, tmp_path)
 
 
-def test_a_failed_write_stops_all_ranks_and_leaves_the_checkpoints_before_it(
+def test_b70_a_failed_write_stops_all_ranks_and_leaves_the_checkpoints_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As under `ulimit -f`: rank 1's file of step 2 may not grow. The first is whole, nothing of the second is left."""
@@ -156,10 +156,10 @@ def test_a_failed_write_stops_all_ranks_and_leaves_the_checkpoints_before_it(
 
     plain = save._write
 
-    def limited(path: Path, taken: Any, rank: int, step: int) -> Any:
-        if (rank, step) == (1, 2):
+    def limited(path: Path, taken: Any, step: int) -> Any:
+        if (taken.rank, step) == (1, 2):
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-        return plain(path, taken, rank, step)
+        return plain(path, taken, step)
 
     monkeypatch.setattr(save, "_write", limited)
 
@@ -210,7 +210,9 @@ def test_weights_that_are_not_finite_are_not_published(tmp_path: Path, monkeypat
     assert [path.name for path in folders(tmp_path / "checkpoints")] == ["step-00000001"]
 
 
-def test_another_model_optimizer_or_schedule_is_refused_unless_it_was_asked_for(whole: Path, tmp_path: Path) -> None:
+def test_b72_another_model_optimizer_or_schedule_is_refused_unless_it_was_asked_for(
+    whole: Path, tmp_path: Path
+) -> None:
     start = a_run(tmp_path, 5, resume=str(whole), tp=2)
     with pytest.raises(UsageError, match=r"train\.steps: was 4, is 5"):
         go(start)

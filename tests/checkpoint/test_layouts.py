@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.manifest import read_manifest
-from plait.checkpoint.save import Saver, snapshot
+from plait.checkpoint.save import Saver
 from plait.checkpoint.shelf import folder_of
 from plait.checkpoint.source import Source
 from plait.data import Samples, Synthetic, batch, rows_of
@@ -87,23 +87,25 @@ def whole(mine: Rank) -> dict[str, dict[str, Tensor]]:
 
 def save(mine: Rank, shelf: Path, number: int) -> None:
     saver = Saver(shelf, mine.mesh.group("world", "checkpoint"), keep=2)
-    saver.start(snapshot(states_of(mine.step), mine.mesh.rank), facts_of(mine.step, number, None, "synthetic"))
+    saver.start(states_of(mine.step), facts_of(mine.step, number, None, "synthetic"))
     saver.wait()
 
 
-def passes(first: RunSpec, other: RunSpec, shelf: Path) -> None:
+def passes(first: RunSpec, other: RunSpec, shelf: Path, steps: tuple[int, int] = (STEPS, MORE)) -> None:
+    before, after = range(1, steps[0] + 1), range(steps[0] + 1, sum(steps) + 1)
+
     def write(rank: int, world: int) -> tuple[Any, list[float]]:
         mine = Rank.of(first)
-        trained(mine, range(1, STEPS + 1))
-        save(mine, shelf, STEPS)
-        return whole(mine), trained(mine, range(STEPS + 1, STEPS + MORE + 1))
+        trained(mine, before)
+        save(mine, shelf, steps[0])
+        return whole(mine), trained(mine, after)
 
     def read(rank: int, world: int) -> tuple[Any, list[float]]:
         mine = Rank.of(other, randomise=False)
-        with Source(read_manifest(folder_of(shelf, STEPS))) as source:
+        with Source(read_manifest(folder_of(shelf, steps[0]))) as source:
             take_up(mine.step, source)
         mine.step.states.publish()
-        return whole(mine), trained(mine, range(STEPS + 1, STEPS + MORE + 1))
+        return whole(mine), trained(mine, after)
 
     states, unbroken = on_ranks(fit(first).world, write)[0]
     found, losses = on_ranks(fit(other).world, read)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,18 @@ from torch import Tensor
 
 from plait.checkpoint.manifest import read_manifest
 from plait.checkpoint.source import Source
+from plait.parallel.faults import VARIABLE
 from plait.parallel.launch import World, launch
+from plait.spec.errors import RankFailed
 from plait.spec.fit import fit
 from plait.spec.run import CheckpointSpec, DataSpec, OptimSpec, RunSpec, TrainSpec
+from plait.train.job import train
 from plait.train.keep import keeping
 from plait.train.loop import prepare, train_steps
-from plait.train.step import Step
-from tests.fixtures import T0, run_of
+from tests.fixtures import M0, T0, mixture, run_of
 
 DROPPING = T0.model_copy(update={"dropout": 0.1, "attention_dropout": 0.1})
+DROPPING_M0 = M0.model_copy(update={"dropout": 0.1, "attention_dropout": 0.1})
 SPLIT: dict[str, Any] = {"tp": 2, "pp": 2, "dp": 2}
 
 
@@ -72,7 +76,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     ("zero", "layout"),
     [(3, {"dp": 2, "pp": 2}), *(pytest.param(stage, SPLIT, marks=pytest.mark.proof) for stage in range(4))],
 )
-def test_a_run_broken_off_twice_ends_bitwise_as_the_unbroken_one(
+def test_b61_a_run_broken_off_twice_ends_bitwise_as_the_unbroken_one(
     zero: int, layout: dict[str, Any], tmp_path: Path
 ) -> None:
     def run(name: str) -> RunSpec:
@@ -94,34 +98,46 @@ def test_a_run_goes_on_in_another_layout_with_dropout_to_rounding(tmp_path: Path
     assert rest == [pytest.approx(loss, rel=1e-5) for loss in unbroken[3:]]
 
 
-def test_a_resumed_run_reads_on_in_the_data_across_the_ends_of_epochs(tmp_path: Path) -> None:
-    """20 windows and batches of 8: an epoch ends within step 3, the next with step 5. The second resume counts too."""
+KILLED: list[tuple[Any, dict[str, Any]]] = [
+    *((DROPPING, {**SPLIT, "zero": stage}) for stage in range(4)),
+    (DROPPING, {"dp": 2, "tp": 2}),
+    (mixture(DROPPING_M0, balance_coef=0.01), {"dp": 4, "ep": 2}),
+]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("model", "layout"), KILLED, ids=[*(f"zero {n}" for n in range(4)), "dp tp", "experts"])
+def test_b61_ten_steps_equal_five_a_kill_and_five_more_bitwise_and_a_second_kill_and_the_ends_of_epochs(
+    model: Any, layout: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 windows and batches of 8: epochs end within step 3 and with step 5, within step 8 and with step 10."""
     file = tmp_path / "tokens.bin"
     np.random.default_rng(0).integers(0, 64, 20 * 16 + 1).astype("<u2").tofile(file)
-    plain = Step.backward
+    data = DataSpec(source="tokens", files=(str(file),), validation=0.0)
 
-    def read(name: str, until: int | None = None) -> list[list[list[int]]]:
-        run = a_run(tmp_path / name, steps=7, every=1, model=T0)
-        data = DataSpec(source="tokens", files=(str(file),), validation=0.0)
+    def go(name: str, fault: str | None = None) -> None:
+        run = a_run(tmp_path / name, steps=10, every=1, model=model, **layout).model_copy(update={"data": data})
+        monkeypatch.setenv(VARIABLE, fault or "")
+        if fault is None:
+            monkeypatch.delenv(VARIABLE)
+        launch(fit(run).world, train, run, tmp_path / name, threads=1, timeout_s=100)
 
-        def job(world: World) -> list[list[list[int]]]:
-            given: list[list[list[int]]] = []
-            Step.backward = lambda s, n, batch: given.append(batch.tokens.tolist()) or plain(s, n, batch)  # type: ignore
-            run_until(world, run.model_copy(update={"data": data}), until)
-            return given
-
-        return launch(1, job, threads=1, timeout_s=60)[0]
-
-    whole = read("whole")
-    samples = [row for rows in whole[:5] for row in rows]
-    assert sorted(samples[:20]) == sorted(samples[20:]) and samples[:20] != samples[20:]
-    assert read("parts", until=3) == whole[:3]
-    assert read("parts", until=5) == whole[2:5]
-    assert read("parts") == whole[4:]
+    go("whole")
+    for step in (6, 9):
+        with pytest.raises(RankFailed, match=rf"rank 1, step {step}: signal 9"):
+            go("parts", f"rank=1,step={step},at=forward,kind=kill")
+    go("parts")
+    told = [
+        [(line["step"], line["loss"]) for line in map(json.loads, (tmp_path / name / "metrics.jsonl").open())]
+        for name in ("whole", "parts")
+    ]
+    assert told[0] == told[1] and len(told[0]) == 10
+    assert equal(*(states(tmp_path / name / "checkpoints", 10) for name in ("whole", "parts")))
 
 
-def test_the_first_checkpoint_holds_the_weights_after_the_first_update(tmp_path: Path) -> None:
+def test_b69_a_checkpoint_holds_the_weights_after_its_step_and_the_next_step_follows(tmp_path: Path) -> None:
     losses(a_run(tmp_path, steps=3, every=1, model=T0), until=3)
+    assert len(losses(a_run(tmp_path, steps=3, every=1, model=T0))) == 1, "step 3 is next"
     facts = read_manifest(tmp_path / "checkpoints" / "step-00000001").facts
     assert (facts.step, facts.updates, facts.samples) == (1, 1, 8)
     one, two = states(tmp_path / "checkpoints", 1), states(tmp_path / "checkpoints", 2)

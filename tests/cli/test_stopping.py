@@ -78,7 +78,7 @@ def stopped(folder: Path, number: signal.Signals, whom: str, *words: str) -> Non
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()] == list(range(1, last + 3))
 
 
-def test_sigterm_saves_once_and_leaves_in_time(tmp_path: Path) -> None:
+def test_b102_sigterm_saves_once_and_leaves_in_time(tmp_path: Path) -> None:
     stopped(tmp_path, signal.SIGTERM, "launcher")
 
 
@@ -87,14 +87,14 @@ def test_sigterm_saves_once_and_leaves_in_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "whom"), [(signal.SIGTERM, "launcher"), (signal.SIGTERM, "rank"), (signal.SIGINT, "launcher")]
 )
-def test_a_signal_to_the_launcher_or_to_one_rank_stops_all_after_one_step(
+def test_b102_a_signal_to_the_launcher_or_to_one_rank_stops_all_after_one_step(
     number: signal.Signals, whom: str, words: tuple[str, ...], tmp_path: Path
 ) -> None:
     stopped(tmp_path, number, whom, *words)
 
 
 @pytest.mark.proof
-def test_a_second_ctrl_c_leaves_at_once_where_the_first_one_cannot(tmp_path: Path) -> None:
+def test_b102_a_second_ctrl_c_leaves_at_once_where_the_first_one_cannot(tmp_path: Path) -> None:
     with started(tmp_path, PLAIT_FAULT="rank=1,step=3,at=forward,kind=hang") as job:
         wait_until(lambda: steps_in(tmp_path) == 2, job)
         os.kill(job.pid, signal.SIGINT)

@@ -102,7 +102,7 @@ def failed(kind: str, layout: str, at: str, run: Any, folder: Path) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("kind", "layout"), list(zip(CAUSES, LAYOUTS, strict=True)))
-def test_a_rank_that_fails_ends_the_job_and_is_named_with_step_and_cause(
+def test_b94_a_rank_that_fails_ends_the_job_and_is_named_with_step_and_cause(
     kind: str, layout: str, tmp_path: Path
 ) -> None:
     failed(kind, layout, "forward", plait, tmp_path)
@@ -112,7 +112,7 @@ def test_a_rank_that_fails_ends_the_job_and_is_named_with_step_and_cause(
 @pytest.mark.parametrize("at", POINTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", CAUSES)
-def test_wherever_a_rank_fails_the_first_line_names_it(kind: str, layout: str, at: str, tmp_path: Path) -> None:
+def test_b94_wherever_a_rank_fails_the_first_line_names_it(kind: str, layout: str, at: str, tmp_path: Path) -> None:
     failed(kind, layout, at, plait, tmp_path)
 
 

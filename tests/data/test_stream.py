@@ -11,7 +11,7 @@ from plait.spec.errors import DataError
 from plait.spec.run import DataSpec
 
 
-def test_offsets_beyond_32_bits_are_read_where_they_are(tmp_path: Path) -> None:
+def test_b115_offsets_beyond_32_bits_are_read_where_they_are(tmp_path: Path) -> None:
     length = 2**31 + 1025
     file = tmp_path / "huge.bin"
     with file.open("wb") as tokens:  # sparse: takes no space

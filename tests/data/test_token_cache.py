@@ -51,7 +51,7 @@ def note(log: Path, seconds: float = 0.05) -> Callable[[Path], dict[str, Any]]:
     return work
 
 
-def test_one_of_many_ranks_builds_and_all_read_the_whole(tmp_path: Path) -> None:
+def test_b105_one_of_many_ranks_builds_and_all_read_the_whole(tmp_path: Path) -> None:
     for attempt in range(5):
         folder, log = tmp_path / f"cache-{attempt}" / "tokens", tmp_path / f"log-{attempt}"
 
@@ -103,7 +103,7 @@ def test_a_finished_folder_gets_its_name_by_one_rename(tmp_path: Path) -> None:
     assert manifest_of(folder) == {"inode": folder.stat().st_ino, "sizes": {}}
 
 
-def test_a_build_that_is_killed_leaves_nothing_that_is_read(tmp_path: Path) -> None:
+def test_b105_a_build_that_is_killed_leaves_nothing_that_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "tokens"
 
     def killed(building: Path) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def test_a_build_that_fails_leaves_nothing_and_can_be_repeated(tmp_path: Path) -
     open_cache(jsonl_spec(file, tmp_path / "cache"), Bytes())
 
 
-def test_a_changed_data_file_is_read_again_and_the_older_cache_is_named(tmp_path: Path) -> None:
+def test_b105_a_changed_data_file_is_read_again_and_the_older_cache_is_named(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "x.jsonl", ["aaaa"])
     spec = jsonl_spec(file, tmp_path / "cache")
     before = open_cache(spec, Bytes())
@@ -193,7 +193,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeyp
     assert not list((tmp_path / "cache").glob("*/manifest.json"))
 
 
-def test_two_nodes_with_folders_of_their_own_find_the_same_tokens(tmp_path: Path) -> None:
+def test_b105_two_nodes_with_folders_of_their_own_find_the_same_tokens(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "x.jsonl", TEXTS)
     nodes = [open_data(jsonl_spec(file, tmp_path / node), 16, 0) for node in ("node0", "node1")]
     assert nodes[0].fingerprint == nodes[1].fingerprint
@@ -221,7 +221,7 @@ def open_unprivileged(root: Path, cache: Path | None) -> str:
     return text
 
 
-def test_a_folder_that_cannot_be_written_is_read_if_complete_else_refused_else_replaced_aloud(
+def test_b105_a_folder_that_cannot_be_written_is_read_if_complete_else_refused_else_replaced_aloud(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -258,7 +258,7 @@ print(len(stream), len(stream.ends), resource.getrusage(resource.RUSAGE_SELF).ru
 
 
 @pytest.mark.proof
-def test_a_million_documents_of_one_token_are_indexed_in_little_memory(tmp_path: Path) -> None:
+def test_b115_a_million_documents_of_one_token_are_indexed_in_little_memory(tmp_path: Path) -> None:
     with (tmp_path / "x.jsonl").open("w") as file:
         file.writelines('{"text": "a"}\n' for _ in range(1_000_000))
     done = subprocess.run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from plait.spec.errors import InvalidRun, TrainingStopped
 from plait.spec.fit import fit
 from plait.spec.run import BatchSpec, LayoutSpec, OptimSpec, RunSpec
 from plait.train.optimizer import make_optimizer
-from tests.fixtures import MASK, T0, T0_GROUPED, T0_TIED, assert_equals_one_device, run_of
+from tests.fixtures import M0, MASK, T0, T0_GROUPED, T0_TIED, assert_equals_one_device, run_of
 from tests.launching import on_ranks
 from tests.ranks import Rank
 
@@ -102,24 +103,36 @@ def test_a_batch_that_micro_batches_do_not_divide_is_refused_before_any_step(
         fit(run)
 
 
-@pytest.mark.parametrize("where", ["weight", "gradient"])
-def test_a_number_that_is_not_finite_stops_all_ranks_alike_with_weights_as_they_were(where: str) -> None:
-    def step(rank: int, world: int) -> tuple[str, bool]:
-        mine = Rank.of(run_of(T0, pp=2, tp=2))
-        if where == "weight" and rank == 1:
-            mine.weights()[0][1].view(-1)[0] = math.inf
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("where", ["weight", "gradient of"])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [(T0, {"pp": 2}), (T0, {"dp": 2}), (T0, {"tp": 2}), (M0, {"dp": 2, "ep": 2})],
+    ids=["pp", "dp", "tp", "ep"],
+)
+def test_b101_a_number_that_is_not_finite_on_one_rank_stops_all_alike_and_is_named_and_weights_are_as_they_were(
+    model: Any, layout: dict[str, Any], where: str
+) -> None:
+    def step(rank: int, world: int) -> tuple[str, bool, int]:
+        mine = Rank.of(run_of(model, **layout))
+        states, finish = mine.step.states, mine.step.states.finish
+        if rank == 1:
+            spoil = states.weights if where == "weight" else states.gradients
+            spoilt = lambda: spoil()[0][1].view(-1)[:1].fill_(math.inf)  # noqa: E731
+            if where == "weight":
+                spoilt()
+            else:
+                states.finish = lambda: (finish(), spoilt())[0]  # type: ignore[method-assign]
         before = [weight.clone() for _, weight in mine.weights()]
         sums = mine.backward(4)
-        if where == "gradient":
-            sums = sums._replace(norm=math.nan)
-        try:
+        with pytest.raises(TrainingStopped) as stopped:
             mine.step.update(sums)
-        except TrainingStopped as stopped:
-            same = all(torch.equal(a, b) for a, (_, b) in zip(before, mine.weights(), strict=True))
-            return stopped.message.split(":")[0], same
-        return "went on", False
+        same = all(torch.equal(a, b) for a, (_, b) in zip(before, mine.weights(), strict=True))
+        return stopped.value.message, same, mine.step.updates
 
-    assert on_ranks(4, step) == [("step 4", True)] * 4
+    found = on_ranks(2, step)
+    assert found[0] == found[1] and found[0][1:] == (True, 0)
+    assert re.fullmatch(rf"step 4: loss .*not finite; first {where} \S+ on rank 1; samples 24 to 31", found[0][0])
 
 
 def test_matrices_decay_and_norms_and_biases_do_not() -> None:

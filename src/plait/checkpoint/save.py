@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import secrets
 import shutil
@@ -33,6 +34,7 @@ from plait.placement.cuts import Rectangle, area
 from plait.spec.errors import PlaitError, SaveFailed, TrainingStopped
 
 Parts = Sequence[tuple[Piece, Tensor]]
+CHUNK = 1 << 20  # elements written at once
 
 
 class Item(NamedTuple):
@@ -54,31 +56,40 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this rank will write: copies on the CPU, which training does not touch. `shapes` are those of all tensors
-    that this rank is the first to hold a part of."""
+    """What a rank will write: a copy on the CPU, which training does not touch, and (state, piece, its part of it)."""
 
-    items: list[Item]
-    shapes: Mapping[str, tuple[int, ...]]
+    rank: int
+    copy: Tensor
+    parts: Sequence[tuple[str, Piece, Tensor]]
+
+    def items(self) -> list[Item]:
+        """The rectangles of the copy, in its order. It takes milliseconds: for the thread that writes."""
+        return [
+            Item(state, piece.placement.tensor.name, rectangle, values)
+            for state, piece, part in self.parts
+            for rectangle, values in _rectangles(piece, self.rank, part)
+        ]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of all tensors that this rank is the first to hold a part of."""
+        return {piece.placement.tensor.name: piece.placement.tensor.shape for _, piece, _ in self.parts}
 
 
 @torch.no_grad()
-def snapshot(states: Mapping[str, Parts], rank: int) -> Snapshot:
-    """Copy what `rank` writes of each state (its name -> parts)."""
+def snapshot(states: Mapping[str, Parts], rank: int, memory: Tensor | None = None) -> Snapshot:
+    """Copy what `rank` writes of each state (its name -> parts), over the copy of an earlier snapshot if that fits."""
     owned = [(state, piece, part) for state, parts in states.items() for piece, part in parts if piece.first_copy(rank)]
     if not owned:  # another rank speaks for all that this one holds
-        return Snapshot([], {})
+        return Snapshot(rank, torch.empty(0), ())
     sources = [part.detach() for _, _, part in owned]
-    sizes, pinned = [source.numel() for source in sources], sources[0].is_cuda
-    targets = list(torch.empty(sum(sizes), dtype=sources[0].dtype, pin_memory=pinned).split(sizes))
+    sizes, dtype, pinned = [source.numel() for source in sources], sources[0].dtype, sources[0].is_cuda
+    if memory is None or (memory.numel(), memory.dtype) != (sum(sizes), dtype):
+        memory = torch.empty(sum(sizes), dtype=dtype, pin_memory=pinned)
+    targets = list(memory.split(sizes))
     torch._foreach_copy_(targets, sources, non_blocking=pinned)
     if pinned:
         torch.cuda.synchronize()
-    items = [
-        Item(state, piece.placement.tensor.name, rectangle, values)
-        for (state, piece, _), target in zip(owned, targets, strict=True)
-        for rectangle, values in _rectangles(piece, rank, target)
-    ]
-    return Snapshot(items, {p.placement.tensor.name: p.placement.tensor.shape for _, p, _ in owned})
+    return Snapshot(rank, memory, [(s, piece, part) for (s, piece, _), part in zip(owned, targets, strict=True)])
 
 
 def _rectangles(piece: Piece, rank: int, values: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
@@ -95,6 +106,7 @@ class Saver:
     def __init__(self, shelf: Path, group: Group, keep: int) -> None:
         self.shelf, self.group, self.keep = shelf, group, keep
         self._thread: threading.Thread | None = None
+        self._memory: Tensor | None = None  # of the last snapshot: fresh memory costs more than the copy into it
         self._error: BaseException | None = None
         self._name: str | None = None  # what this job's files begin with: another's in the same folder have other names
 
@@ -102,9 +114,12 @@ class Saver:
     def failed(self) -> bool:
         return self._error is not None
 
-    def start(self, taken: Snapshot, facts: Facts) -> None:
-        """Write a snapshot beside what this thread does next. A save that still goes on is waited for."""
+    def start(self, states: Mapping[str, Parts], facts: Facts) -> None:
+        """Copy the states, and write the copy beside what this thread does next. A save that still goes on is waited
+        for."""
         self.wait()
+        taken = snapshot(states, self.group.rank, self._memory)
+        self._memory = taken.copy
         self._thread = threading.Thread(target=self._run, args=(taken, facts), name="plait save", daemon=True)
         self._thread.start()
 
@@ -130,7 +145,7 @@ class Saver:
         folder = folder_of(self.shelf, step)
         name = self._begin(step)
         strike(rank, step, "save opened")
-        report = _attempt(lambda: _write(folder / f"{name}-rank-{rank:05d}.safetensors", taken, rank, step))
+        report = _attempt(lambda: _write(folder / f"{name}-rank-{rank:05d}.safetensors", taken, step))
         reports = self._agree(report)
         if any("error" in report for report in reports):
             if rank == 0:
@@ -182,40 +197,47 @@ def _remove(folder: Path, name: str) -> dict[str, Any]:
     return {}
 
 
-def _write(path: Path, taken: Snapshot, rank: int, step: int) -> dict[str, Any]:
+def _write(path: Path, taken: Snapshot, step: int) -> dict[str, Any]:
     """This rank's file; its report."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    for item in taken.items:
-        if not torch.linalg.vector_norm(item.values, torch.inf).isfinite():  # no copy, and nothing else is as fast
-            raise TrainingStopped(f"{item.key} on rank {rank} is not finite: this checkpoint is not published")
-    if not taken.items:
+    items = taken.items()
+    if not items:
         return {"file": None}
-    dtype = str(taken.items[0].values.dtype).removeprefix("torch.")
-    entries = [(item.key, dtype, item.shape) for item in taken.items]
-    header = header_of(entries, {"rank": str(rank)})
+    dtype = str(taken.copy.dtype).removeprefix("torch.")
+    entries = [(item.key, dtype, item.shape) for item in items]
+    header = header_of(entries, {"rank": str(taken.rank)})
     size = size_of(header, entries)
     try:
-        checksums = write_file(path, header, size, _contents(taken, rank, step))
+        checksums = write_file(path, header, size, _contents(taken, step))
     except OSError as error:
         free = shutil.disk_usage(path.parent).free
         raise OSError(error.errno, f"{error.strerror} ({size} bytes are needed, {free} are free)", str(path)) from error
-    strike(rank, step, "save written")
-    parts = [(item.name, item.rectangle) for item in taken.items if item.state == WEIGHT]
+    strike(taken.rank, step, "save written")
+    parts = [(item.name, item.rectangle) for item in items if item.state == WEIGHT]
     states: dict[str, list[str]] = {}
-    for item in taken.items:
+    for item in items:
         states.setdefault(item.name, [])
         if item.state not in states[item.name]:
             states[item.name].append(item.state)
     return {
-        "file": path.name, "checksums": checksums.as_dict(), "parts": parts, "states": states, "shapes": taken.shapes,
+        "file": path.name, "checksums": checksums.as_dict(), "parts": parts, "states": states, "shapes": taken.shapes(),
     }  # fmt: skip
 
 
-def _contents(taken: Snapshot, rank: int, step: int) -> Iterator[memoryview]:
-    for number, item in enumerate(taken.items):
-        if number == len(taken.items) // 2:
-            strike(rank, step, "save writing")
-        yield item.values.view(torch.uint8).numpy().data
+def _contents(taken: Snapshot, step: int) -> Iterator[memoryview]:
+    """The copy in chunks, at least two, each found finite while it is on its way."""
+    chunks = taken.copy.split(min(CHUNK, -(-taken.copy.numel() // 2)))
+    for number, chunk in enumerate(chunks):
+        if number == len(chunks) // 2:
+            strike(taken.rank, step, "save writing")
+        if not _finite(chunk):
+            key = next(item.key for item in taken.items() if not _finite(item.values))
+            raise TrainingStopped(f"{key} on rank {taken.rank} is not finite: this checkpoint is not published")
+        yield chunk.view(torch.uint8).numpy().data
+
+
+def _finite(values: Tensor) -> bool:
+    return all(math.isfinite(end) for end in torch.aminmax(values))  # in one pass, and NaN is both ends
 
 
 def _manifest(folder: Path, facts: Facts, reports: list[dict[str, Any]]) -> Manifest:

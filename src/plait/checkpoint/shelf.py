@@ -95,8 +95,12 @@ def clear(folder: Path, names: set[str]) -> None:
 @contextmanager
 def held(shelf: Path) -> Iterator[None]:
     """The folder is this job's alone while it runs; UsageError where another one has it. Ends with the process."""
-    shelf.mkdir(parents=True, exist_ok=True)
-    with (shelf / LOCK).open("a+") as file:
+    try:
+        shelf.mkdir(parents=True, exist_ok=True)
+        file = (shelf / LOCK).open("a+")
+    except OSError as error:
+        raise UsageError(f"{shelf}: cannot be written: {error.strerror or error}", "name another directory") from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

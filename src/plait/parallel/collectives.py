@@ -342,3 +342,18 @@ def tell_by_store(key: str, mine: str, ranks: Sequence[int], here: int, wait_s: 
     except RuntimeError:  # the process that holds the store has ended: whoever asks is about to end as well
         return answers
     return answers
+
+
+def missing_callers(key: str, size: int, here: int, wait_s: float) -> list[int]:
+    """The ranks of the world of `size` that do not make the same call, named `key`, as often as this one in a time."""
+    if size == 1:
+        return []
+    store = dist.distributed_c10d._get_default_store()
+    times = store.add(f"{key}/{here}", 1)
+    store.add(key, 1)
+    until = time.monotonic() + wait_s
+    while store.add(key, 0) < times * size and time.monotonic() < until:
+        time.sleep(0.01)
+    if store.add(key, 0) >= times * size:
+        return []
+    return [rank for rank in range(size) if store.add(f"{key}/{rank}", 0) < times]

@@ -14,9 +14,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
-from plait.checkpoint.save import Saver, snapshot
+from plait.checkpoint.save import Saver
 from plait.checkpoint.shelf import held
 from plait.parallel import collectives as comm
+from plait.parallel.collectives import Group
 from plait.parallel.faults import strike
 from plait.parallel.mesh import Mesh
 from plait.parallel.world import World
@@ -50,7 +51,7 @@ class Keeper:
             world.progress(number, "snapshot")
             strike(self.rank, number, "snapshot")
             facts = facts_of(step, number, loss if math.isfinite(loss) else None, self.data)
-            self.saver.start(snapshot(states_of(step), self.rank), facts)
+            self.saver.start(states_of(step), facts)
         if self.saver.failed and not step.asked:
             step.asked = 1  # all stop after the next step, and `wait` says why
         if step.stopping or last:
@@ -67,22 +68,26 @@ def keeping(run: RunSpec, mesh: Mesh, folder: Path | None, data: str) -> Iterato
 
     Raises UsageError, on all ranks, where another job writes there.
     """
+    shelf = None if folder is None else (folder / CHECKPOINTS).absolute()
+    writes = bool(run.checkpoint.every) or run.train.resume is not None
+    with occupied(shelf, mesh.group("world"), writes) as told:
+        yield Keeper(run, mesh, told, data) if told else None
+
+
+@contextmanager
+def occupied(shelf: Path | None, group: Group, writes: bool = True) -> Iterator[Path | None]:
+    """Rank 0's shelf, told to all ranks, and where the job writes there nobody else's meanwhile. Collective."""
     with ExitStack() as lock:
-        mine = _occupy(run, folder, lock) if mesh.rank == 0 and folder is not None else {}
-        told = json.loads(comm.gather_bytes(json.dumps(mine).encode(), mesh.group("world"))[0])
+        mine = {} if shelf is None else {"shelf": str(shelf)}
+        if mine and writes and group.rank == 0:
+            try:
+                lock.enter_context(held(Path(mine["shelf"])))
+            except UsageError as error:
+                mine = {"error": error.message, "hint": error.hint}
+        told = json.loads(comm.gather_bytes(json.dumps(mine).encode(), group)[0])
         if "error" in told:
             raise UsageError(told["error"], told["hint"])
-        yield Keeper(run, mesh, Path(told["shelf"]), data) if told else None
-
-
-def _occupy(run: RunSpec, folder: Path, lock: ExitStack) -> dict[str, str]:
-    shelf = (folder / CHECKPOINTS).absolute()
-    try:
-        if run.checkpoint.every or run.train.resume is not None:
-            lock.enter_context(held(shelf))
-    except UsageError as error:
-        return {"error": error.message, "hint": error.hint}
-    return {"shelf": str(shelf)}
+        yield Path(told["shelf"]) if told else None
 
 
 @contextmanager

@@ -6,7 +6,7 @@ Reading is local and may fail on one rank alone; whether it succeeded is agreed 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,33 +53,51 @@ def places(run: RunSpec, group: Group) -> tuple[list[Path], list[str]]:
     """The checkpoints that `train.resume` means, the newest first, and why others were skipped: as rank 0 sees them."""
     if run.train.resume is None:
         return [], []
-    mine = _look(run) if group.rank == 0 else {}
+    return told_by_first(lambda: _look(run), group)
+
+
+def told_by_first(look: Callable[[], tuple[list[Path], list[str]]], group: Group) -> tuple[list[Path], list[str]]:
+    """What rank 0 finds, on every rank; its UsageError too. Collective."""
+    mine: dict[str, Any] = {}
+    if group.rank == 0:
+        try:
+            paths, notices = look()
+            mine = {"paths": [str(path.absolute()) for path in paths], "notices": notices}
+        except UsageError as error:
+            mine = {"error": error.message, "hint": error.hint}
     found = json.loads(comm.gather_bytes(json.dumps(mine).encode(), group)[0])
     if "error" in found:
-        raise UsageError(found["error"], "train.resume names a checkpoint, a run's directory, or 'auto'")
+        raise UsageError(found["error"], found["hint"])
     return [Path(path) for path in found["paths"]], found["notices"]
 
 
-def _look(run: RunSpec) -> dict[str, Any]:
-    resume = run.train.resume
+def _look(run: RunSpec) -> tuple[list[Path], list[str]]:
+    resume, folder = run.train.resume, run.train.run_dir
     assert resume is not None
     if resume != AUTO:
         paths = candidates(Path(resume))
         if not paths:
-            return {"error": f"train.resume: {resume} holds no checkpoint"}
-        return {"paths": [str(path.absolute()) for path in paths[:1]], "notices": []}
-    if run.train.run_dir is None:
-        return {"error": "train.resume: 'auto' looks into train.run_dir, which is not set"}
+            hint = "train.resume names a checkpoint, a run's directory, or 'auto'"
+            raise UsageError(f"train.resume: {resume} holds no checkpoint", hint)
+        return paths[:1], []
+    if folder is None:
+        raise UsageError("train.resume: 'auto' looks into train.run_dir, which is not set", "set it")
+    whole, notices = whole_in(Path(folder) / CHECKPOINTS)
+    if not whole:
+        notices.append(f"no checkpoint in {folder} yet: the run starts at its first step")
+    return whole, notices
+
+
+def whole_in(place: Path) -> tuple[list[Path], list[str]]:
+    """The complete checkpoints that a path means, the newest first, and why others are skipped."""
     whole, notices = [], []
-    for path in candidates(Path(run.train.run_dir) / CHECKPOINTS):
+    for path in candidates(place):
         try:
             complete(path)
-            whole.append(str(path.absolute()))
+            whole.append(path)
         except BrokenCheckpoint as error:
             notices.append(f"skipped {path}: {error.message}")
-    if not whole:
-        notices.append(f"no checkpoint in {run.train.run_dir} yet: the run starts at its first step")
-    return {"paths": whole, "notices": notices}
+    return whole, notices
 
 
 def begin(step: Step, folder: Path) -> str:

@@ -139,10 +139,22 @@ class Step:
         if self.scale.dynamic:
             self.scale.overflowed(sums.step)
             return
+        found, size = self._first_not_finite(), self.run.batch.global_size
         raise TrainingStopped(
-            f"step {sums.step}: loss {sums.loss}, gradient norm {sums.norm}: not finite",
+            f"step {sums.step}: loss {sums.loss}, gradient norm {sums.norm}: not finite"
+            f"{f'; first {found}' if found else ''}; samples {(sums.step - 1) * size} to {sums.step * size - 1}",
             "the weights are those of the step before; a lower optim.lr or optim.clip often helps",
         )
+
+    def _first_not_finite(self) -> str:
+        """What is not finite, and on which rank: the first weight of all ranks, else the first gradient. Collective."""
+        for what, parts in (("weight", self.states.weights()), ("gradient of", self.states.gradients())):
+            mine = next((f" {p.placement.tensor.name}" for p, part in parts if not torch.isfinite(part).all()), " ")
+            told = [name.decode() for name in comm.gather_bytes(mine.encode(), self.mesh.group("world"))]
+            rank = next((rank for rank, name in enumerate(told) if name.strip()), None)
+            if rank is not None:
+                return f"{what}{told[rank]} on rank {rank}"
+        return ""
 
     def evaluate(self, batch: Batch) -> tuple[float, int]:
         """Sum of token losses (nats) and number of labels over the whole batch; leaves training as it was."""

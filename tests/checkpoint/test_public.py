@@ -1,0 +1,96 @@
+"""`plait.save` and `plait.restore` in a loop of the user's own, with nothing but public names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import plait
+from plait.data import Samples, batch, rows_of
+from plait.parallel.launch import World, launch
+from plait.spec.errors import CheckpointMismatch, UsageError
+from plait.spec.fit import fit
+from plait.spec.model import ModelSpec
+from tests.fixtures import B8, run_of
+
+SMALL = ModelSpec(vocab=64, hidden=16, layers=2, heads=2, kv_heads=2, ffn=24, max_sequence=16)
+
+
+def own_loop(shelf: Path, until: int, at: int = 0, **layout: Any) -> list[list[float]]:
+    """Steps from the newest checkpoint in `shelf` (with `at` 0: from the first) up to `until`, saved; each rank's
+    losses."""
+    run = run_of(SMALL, **layout)
+
+    def job(world: World) -> list[float]:
+        mesh = plait.Mesh(fit(run))
+        step = plait.Step(run, mesh, plait.parallelize(plait.Decoder(run.model), mesh, run))
+        samples = Samples(B8(), run.train.seed, shuffle=False)
+        rows = rows_of(run.batch.global_size, mesh.at.dp, mesh.layout.dp)
+        done = plait.restore(step, shelf, data="B8").step if at else 0
+        assert done == at
+        losses = []
+        for number in range(done + 1, until + 1):
+            sums = step.backward(number, batch(samples, number - 1, run.batch.global_size, rows))
+            step.update(sums)
+            losses.append(sums.loss)
+        assert plait.save(step, shelf, until, loss=losses[-1], data="B8") == shelf / f"step-{until:08d}"
+        return losses
+
+    return launch(fit(run).world, job, threads=1, timeout_s=60)
+
+
+def test_a_loop_of_ones_own_goes_on_in_another_layout(tmp_path: Path) -> None:
+    unbroken = own_loop(tmp_path / "whole", 4)[0]
+    assert own_loop(tmp_path / "parts", 2, dp=2, zero=3)[0] == pytest.approx(unbroken[:2], rel=1e-5)
+    assert own_loop(tmp_path / "parts", 4, at=2, tp=2)[1] == pytest.approx(unbroken[2:], rel=1e-5)
+
+
+def on_two(job: Any) -> list[Any]:
+    def with_step(world: World) -> Any:
+        run = run_of(SMALL, tp=2)
+        mesh = plait.Mesh(fit(run))
+        return job(plait.Step(run, mesh, plait.parallelize(plait.Decoder(run.model), mesh, run)))
+
+    return launch(2, with_step, threads=1, timeout_s=60)
+
+
+def test_b67_a_save_or_restore_on_one_rank_alone_is_told_instead_of_waited_for(tmp_path: Path) -> None:
+    def alone(step: plait.Step) -> list[str]:
+        plait.save(step, tmp_path, 1)  # together: that call does not count for the next
+        if step.mesh.rank == 1:
+            return []
+        told = []
+        for call in (
+            lambda: plait.save(step, tmp_path, 1, patience=0.2),
+            lambda: plait.restore(step, tmp_path, patience=0.2),
+        ):
+            with pytest.raises(UsageError, match=r"rank 0 waits for rank 1") as refused:
+                call()
+            told.append(refused.value.message.split(":")[0])
+        return told
+
+    place = f"{tmp_path}"
+    assert on_two(alone)[0] == [f"plait.save of step 1 to {place}", f"plait.restore of {place}"]
+
+
+def test_restore_skips_what_is_broken_and_refuses_other_data_and_an_empty_place_on_all_ranks(tmp_path: Path) -> None:
+    def job(step: plait.Step) -> list[str]:
+        told = []
+        for number in (1, 2):
+            plait.save(step, tmp_path, number, data="these")
+        if step.mesh.rank == 0:
+            file = next((tmp_path / "step-00000002").glob("*.safetensors"))
+            file.write_bytes(file.read_bytes()[:-1])
+        found = plait.restore(step, tmp_path, data="these")
+        told += [str(found.step), found.notices[0].split(":")[0]]
+        for place, data, error in ((tmp_path, "those", CheckpointMismatch), (tmp_path / "none", "", UsageError)):
+            with pytest.raises(error) as refused:
+                plait.restore(step, place, data=data)
+            told.append(refused.value.message)
+        return told
+
+    one, other = on_two(job)
+    assert one == other and one[:2] == ["1", f"skipped {tmp_path / 'step-00000002'}"]
+    assert "the tokens are not those" in one[2] and one[3] == f"{tmp_path / 'none'} holds no whole checkpoint"
