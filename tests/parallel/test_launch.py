@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from plait.parallel import faults
 from plait.parallel.launch import World, joined_world, launch, run_here
-from plait.parallel.outcome import lost_peer
+from plait.parallel.outcome import death_of, lost_peer
 from plait.spec.errors import RankFailed, UsageError
 from tests.launching import on_ranks
 
@@ -165,6 +165,10 @@ def test_the_first_to_fail_is_named_every_time_and_a_restart_works_at_once(
         assert time.monotonic() - began < 30
     monkeypatch.delenv(faults.VARIABLE)
     assert launch(3, steps) == [363.0] * 3
+
+
+def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+    assert death_of(-40, "").cause == "signal 40 (real-time)"
 
 
 @pytest.mark.parametrize("wrap", [False, True])

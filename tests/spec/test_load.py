@@ -162,6 +162,12 @@ def test_overrides_apply_over_the_file_in_their_order(tmp_path: Path) -> None:
     assert (layout.tp, layout.pp, layout.dp) == (4, 2, 2)
 
 
+@pytest.mark.parametrize(("value", "told"), [("9" * 5000, "too many digits"), ("[" * 5000, "nests too deeply")])
+def test_what_python_will_not_read_is_refused_in_words(value: str, told: str, tmp_path: Path) -> None:
+    assert told in refusal(None, f"layout.tp={value}").message
+    assert told in refusal(write(tmp_path, f"[layout]\ntp = {value}\n")).message
+
+
 @pytest.mark.parametrize("override", ["layout.tp", "=2", "layout.=2", ".tp=2", "layout..tp=2", "lay out.tp=2", ""])
 def test_what_is_no_override_is_said_to_be_none(override: str) -> None:
     assert "is not section.key=value" in refusal(None, override).message

@@ -70,7 +70,8 @@ def death_of(code: int, trace: str) -> Failure:
     """The failure of a rank that was seen to end by itself, with an exit code or (negative) by a signal."""
     if code >= 0:
         return Failure(Origin.DIED, time.monotonic(), f"exit code {code}", trace)
-    cause = f"signal {-code} ({signal.Signals(-code).name})"
+    name = {number.value: number.name for number in signal.Signals}.get(-code, "real-time")
+    cause = f"signal {-code} ({name})"
     if code == -signal.SIGKILL:
         cause += ", possibly out of memory"
     return Failure(Origin.ABORTED if code == -signal.SIGABRT else Origin.DIED, time.monotonic(), cause, trace)

@@ -22,6 +22,7 @@ from plait.spec.keys import Key, Origins, Table, key_of, known_part, lines_of, m
 from plait.spec.presets import PRESETS
 from plait.spec.run import RunSpec
 
+BOUNDS = "numbers have at most 4300 digits, and a value nests a few levels at most"
 PRESET: Key = ("model", "preset")
 BUILTIN: Mapping[str, str] = {"preset": "builtin"}  # the model of a run that says nothing of it
 
@@ -94,6 +95,13 @@ def _parse(text: str, source: str) -> Table:
         message = f"{source}: line {number}: not TOML: {str(error).partition(' (at ')[0]}: {line}"
         hint = "text stands in quotes, true and false do not" if "Invalid value" in str(error) else ""
         raise UsageError(message, hint) from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{source}: {_beyond(error)}", BOUNDS) from error
+
+
+def _beyond(error: ValueError | RecursionError) -> str:
+    """What Python itself refuses in a text that may be TOML."""
+    return "nests too deeply to be read" if isinstance(error, RecursionError) else "a number has too many digits"
 
 
 def _standing_twice(text: str, number: int) -> Violation | None:
@@ -116,6 +124,8 @@ def _parse_override(override: str) -> tuple[Key, Any]:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return key, text
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{name.strip()}: {_beyond(error)}", BOUNDS) from error
     value = parsed["value"]
     is_text = len(parsed) > 1 or isinstance(value, datetime.date | datetime.time)
     return key, text if is_text else value
