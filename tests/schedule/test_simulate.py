@@ -68,7 +68,7 @@ def test_times_count_from_the_first_start() -> None:
     ],
 )
 def test_64_stages_and_512_micro_batches_take_a_second_each_to_generate_check_and_simulate(name: str) -> None:
-    """On an idle core each takes about half a second; a core shared with others does half as much in its time."""
+    """The limit is twice the second: a core that is shared with others does half as much in its time."""
     ranks, times = 64 // SHAPES[name].chunks, []
     for _ in range(2):
         clock = [time.process_time()]
