@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from plait.parallel import collectives as comm
 from plait.parallel.collectives import Group
@@ -58,6 +59,27 @@ def test_shards_of_a_sum_and_the_whole_of_shards_are_their_definitions() -> None
     for rank, (summed, apart, inside) in enumerate(on_ranks(SIZE, run)):
         assert torch.equal(summed, total.chunk(SIZE)[rank])
         assert torch.equal(apart, total) and torch.equal(inside, total)
+
+
+def test_nothing_goes_to_gloo_under_a_name_that_its_threads_would_free_twice() -> None:
+    """A coalesced operation's name is too long to live inside the string that both threads of a group write to."""
+
+    def run(rank: int, world: int) -> set[str]:
+        group = Mesh(Layout(tp=SIZE)).group("tp")
+        x, ones = piece(rank).flatten(0, 1)[:SIZE].contiguous(), [1] * SIZE
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            comm.finish_all_gather(comm.start_all_gather(piece(rank), group), group)
+            comm.finish_reduce_scatter(comm.start_reduce_scatter(piece(rank), group), group)
+            comm.finish_shift(comm.start_shift(x, group), group)
+            comm.finish_exchange(comm.start_exchange(x, ones, ones, group), group)
+            comm.all_reduce(x, group)
+            comm.sum_in_place(x, group).wait()
+            comm.gather_shards(torch.zeros(x.numel()), comm.sum_to_shards(x.flatten(), group).wait(), group).wait()
+        return {event.key for event in seen.key_averages() if event.key.startswith("c10d::")}
+
+    for seen in on_ranks(SIZE, run):
+        assert {"c10d::_allgather_base_", "c10d::alltoall_base_", "c10d::allreduce_"} <= seen
+        assert not {name for name in seen if "coalesced" in name}
 
 
 def test_a_group_of_one_is_the_identity_and_asks_torch_for_nothing() -> None:

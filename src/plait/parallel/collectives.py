@@ -65,6 +65,14 @@ class Group:
         return self.backend == "gloo"
 
     @property
+    def gathers_into_given(self) -> bool:
+        """An all-gather into a tensor of torch's making goes to gloo as a coalesced one. The two threads of a gloo group
+        both write down the name of what they last did, unlocked; one as long as that is freed twice (torch 2.13: now
+        and then a rank dies of a corrupt heap). Names of at most 15 letters, as of all else here, live in place.
+        """
+        return self.backend == "gloo"
+
+    @property
     def exchanges(self) -> bool:
         """Whether buffers travel as messages. gloo's all-gather and all-to-all copy everything once more than these."""
         return self.backend == "gloo" and self.device == "cpu"
@@ -87,7 +95,11 @@ def start_all_gather(x: Tensor, group: Group) -> Tensor:
     """Begin to gather (A, T/n, …) from n ranks; the pending tensor is (n·A, T/n, …)."""
     if group.size == 1:
         return x
-    return cast(Tensor, _op.all_gather_into_tensor(x.contiguous(), group.size, group.handle))
+    x = x.contiguous()
+    if group.gathers_into_given:
+        into = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+        return cast(Tensor, _op.all_gather_into_tensor_out(x, group.size, group.handle, out=into))
+    return cast(Tensor, _op.all_gather_into_tensor(x, group.size, group.handle))
 
 
 def finish_all_gather(x: Tensor, group: Group) -> Tensor:
