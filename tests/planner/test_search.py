@@ -14,7 +14,7 @@ from plait.planner.memory import memory, peaks, stage_bytes
 from plait.planner.network import wires
 from plait.planner.pace import TERMS
 from plait.planner.pipeline import simulated
-from plait.planner.search import NOISE, Found, Sieve, Want, describe, search
+from plait.planner.search import NOISE, SLOW, Found, Sieve, Want, describe, search
 from plait.planner.stack import load_stack
 from plait.schedule import GENERATORS, Costs, PassSeconds, Size, generate, lower, simulate
 from plait.spec.cluster import load_cluster
@@ -83,7 +83,7 @@ def test_bounds_drop_no_layout_that_would_have_been_best() -> None:
     pruned, whole = Sieve(of, want, 1.5), Sieve(of, want, float("inf"))
     least = [closed_form(of, list(sieve.survivors())).sum(-1).min() for sieve in (pruned, whole)]
     assert least[0] == pytest.approx(least[1])
-    assert pruned.reasons["slower by its arithmetic and bubble alone"].count > 0
+    assert pruned.reasons[SLOW].count > 0
 
 
 def test_terms_sum_to_the_step_and_the_interval_holds_it(found: Found) -> None:

@@ -126,9 +126,13 @@ def _write(asked: Any, answer: dict[str, Any], output: Path | None, system: str 
             file=sys.stderr,
         )
     try:
-        output.write_text(dump(run), encoding="utf-8")
+        with output.open("x", encoding="utf-8") as file:
+            file.write(dump(run))
+    except FileExistsError as error:
+        raise UsageError(f"-o {output}: is there already", "name another file, or remove it") from error
     except OSError as error:
         raise UsageError(f"{output}: cannot be written: {error.strerror}") from error
+    print(f"{output}: the plan as a run; data, optim and train are yours to set in it", file=sys.stderr)
 
 
 def _document(asked: Any, answer: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +155,10 @@ def _document(asked: Any, answer: dict[str, Any]) -> dict[str, Any]:
         ],
     }
     return {
-        "plans": [{"run": run_of(asked.run, p.job).model_dump(mode="json"), **p.as_dict()} for p in answer["plans"]],
+        "plans": [
+            {"run": run_of(asked.run, p.job, asked.cluster).model_dump(mode="json"), **p.as_dict()}
+            for p in answer["plans"]
+        ],
         **searched,
         "cluster": asked.ground.cluster.name,
         "stack": asked.ground.stack.name,

@@ -66,9 +66,9 @@ class Group:
 
     @property
     def gathers_into_given(self) -> bool:
-        """An all-gather into a tensor of torch's making goes to gloo as a coalesced one. The two threads of a gloo group
-        both write down the name of what they last did, unlocked; one as long as that is freed twice (torch 2.13: now
-        and then a rank dies of a corrupt heap). Names of at most 15 letters, as of all else here, live in place.
+        """An all-gather into a tensor of torch's making goes to gloo as a coalesced one. The two threads of a group both
+        write down the name of what they last did, unlocked; one as long as that is freed twice (torch 2.13: now and
+        then a rank dies of a corrupt heap). Names of at most 15 letters, as of all else here, live in place.
         """
         return self.backend == "gloo"
 

@@ -23,14 +23,17 @@ class Told(NamedTuple):
     unsaid: tuple[str, ...]
 
 
-def run_of(base: RunSpec, job: Job) -> RunSpec:
-    """The run that `plait train` takes: `base` with the job's layout, schedule, batch, ZeRO stage and recompute."""
+def run_of(base: RunSpec, job: Job, cluster: str | None = None) -> RunSpec:
+    """The run that `plait train` takes: `base` with the job's layout, schedule, batch, ZeRO stage and recompute.
+
+    `cluster` is the machine that it was planned for, if another than the run's.
+    """
     halves = job.compute in ("bfloat16", "float16")
     return base.model_copy(
         update={
             "layout": LayoutSpec(
                 tp=job.tp, pp=job.pp, dp=job.dp, cp=job.cp, ep=job.ep, etp=job.etp,
-                sequence_parallel=job.sequence_parallel, order=job.order,
+                sequence_parallel=job.sequence_parallel, order=job.order, cluster=cluster or base.layout.cluster,
             ),
             "schedule": ScheduleSpec(name=job.schedule, chunks=job.chunks),
             "batch": BatchSpec(global_size=job.batch, micro_size=job.micro, sequence=job.sequence),

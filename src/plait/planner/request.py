@@ -55,6 +55,7 @@ class Asked:
     world: int
     searched: bool
     compute: str
+    cluster: str  # as it was named
     assumed: tuple[str, ...]
 
 
@@ -62,7 +63,8 @@ def resolve(run: RunSpec, request: Request) -> Asked:
     """Names looked up and blanks filled. Raises UsageError or InvalidRun for what cannot be."""
     assumed: list[str] = []
     model = run.model if request.model is None else read_model(request.model)
-    cluster = load_cluster(request.cluster or "cpu")
+    named = request.cluster or "cpu"
+    cluster = load_cluster(named)
     if request.cluster is None:
         assumed.append(f"cluster {cluster.name}: {cluster.device.source}")
     stack = load_stack(request.stack or "plait")
@@ -72,7 +74,7 @@ def resolve(run: RunSpec, request: Request) -> Asked:
     world = request.nodes * cluster.node if request.nodes else _own_world(run, searched, cluster.node, assumed)
     run = run.model_copy(update={"model": model, "batch": _batch(run, request, model, assumed)})
     compute = _compute(run, request, cluster.device.kind, assumed)
-    return Asked(Ground.of(model, stack, cluster), run, world, searched, compute, tuple(assumed))
+    return Asked(Ground.of(model, stack, cluster), run, world, searched, compute, named, tuple(assumed))
 
 
 def _own_world(run: RunSpec, searched: bool, node: int, assumed: list[str]) -> int:
@@ -140,7 +142,7 @@ def find(asked: Asked, top: int) -> Found:
 def trainable(asked: Asked, plans: list[Estimate]) -> tuple[RunSpec, Estimate] | None:
     """The first plan that `plait train` takes, with its run."""
     for plan in plans:
-        run = run_of(asked.run, plan.job)
+        run = run_of(asked.run, plan.job, asked.cluster)
         if not violations(run, plan.job.world):
             return run, plan
     return None

@@ -25,6 +25,7 @@ from plait.planner.pipeline import simulated_passes
 from plait.schedule import GENERATORS, PassSeconds, Size
 from plait.spec.errors import UsageError
 from plait.spec.flops import flops_per_token
+from plait.spec.layout import AXES
 from plait.spec.nearest import divisors, nearest_multiples
 from plait.spec.pipeline import SHAPES
 
@@ -36,6 +37,7 @@ SLOWER = {
     True: 3.0,
 }  # with experts or not: a layout whose arithmetic and bubble alone take so much longer than
 # the best known by them is not estimated; as soon as the best one estimated takes longer still, all are looked at again
+SLOW = "longer by FLOPs and idle time alone than the best known layout would take in all"
 UNEVEN = 1.25  # blocks of the fullest stage over the mean, beyond which stages are too unequal
 MICROS = (1, 2, 4, 8, 16)
 MODES = ("none", "selective", "full")
@@ -90,6 +92,7 @@ def describe(job: Job) -> str:
     parts += [f"{name} {value}" for name, value in (("cp", job.cp), ("ep", job.ep), ("etp", job.etp)) if value > 1]
     parts += [f"micro {job.micro}", f"zero {job.zero}", f"recompute {job.recompute}"]
     parts += [f"{job.schedule} × {job.chunks}"] if job.chunks > 1 else [job.schedule] if job.pp > 1 else []
+    parts += [f"order {' '.join(job.order)}"] if job.order != AXES else []
     return ", ".join(parts) + (", sequence parallel" if job.sequence_parallel else "")
 
 
@@ -269,7 +272,7 @@ class Sieve:
             asked = job._replace(recompute=mode)
             bound = self.arithmetic * (1 + bubble) * (4 / 3 if mode == "full" else 1.0)
             if bound > self.margin * self.least:
-                self.reject("slower by its arithmetic and bubble alone", bound / self.least, asked)
+                self.reject(SLOW, bound / self.least, asked)
             elif peak > limit:
                 self.reject(f"does not fit under recompute {mode}", peak / limit, asked)
             else:
@@ -342,6 +345,6 @@ def _losers(ground: Ground, jobs: list[Job], steps: np.ndarray, best: Estimate) 
         terms = closed_form(ground, [jobs[leader]])[0]
         ours = np.array([best.terms[name] for name in TERMS])
         grown = int(np.argmax(terms - ours))
-        because = f"{TERMS[grown]} {terms[grown]:.3g} s for {ours[grown]:.3g} s ({describe(jobs[leader])})"
+        because = f"{TERMS[grown]} takes {terms[grown]:.3g} s, there {ours[grown]:.3g} s ({describe(jobs[leader])})"
         found.append((kind, float(steps[leader] / best.step - 1), because))
     return sorted(found, key=lambda one: one[1])

@@ -49,27 +49,36 @@ def _memory_table(plan: Estimate) -> list[str]:
 
 def found_lines(found: Found) -> list[str]:
     """A search: the plateau, the best plan in full, the losers, and the rejected."""
-    rows = [
-        [
-            str(rank), describe(plan.job), format_seconds(plan.step), f"{100 * plan.mfu:.1f}",
-            format_bytes(plan.memory.headroom),
-        ]
-        for rank, plan in enumerate(found.plans, 1)
-    ]  # fmt: skip
+    rows = [_row(rank, plan) for rank, plan in enumerate(found.plans, 1)]
     lines = [
         f"{found.examined} layouts examined, {found.estimated} estimated in {format_seconds(found.seconds)}; "
-        f"{found.within_noise} lie within {100 * NOISE:.0f} % of the best, and among them more headroom ranks first",
-        *table(["", "layout", ">step", ">MFU %", ">headroom"], rows),
+        f"{found.within_noise} lie within {100 * NOISE:.0f} % of the best, too near to tell apart by time: "
+        "of those, more headroom ranks first",
+        f"the first {len(rows)}:",
+        *table(["", "layout", ">step", ">80 % of cases", ">MFU %", ">memory", ">headroom"], rows),
         "",
         *plan_lines(found.plans[0]),
     ]
     if found.losers:
-        lines += ["", "why each other kind of split loses:"]
-        lines += [f"  {kind}: {100 * slower:+.0f} %; {because}" for kind, slower, because in found.losers]
+        lines += ["", "the fastest of each other kind of split, beside the first of the table:"]
+        lines += [f"  {kind}: {_beside(slower)}; {because}" for kind, slower, because in found.losers]
     if found.rejected:
         lines += ["", "rejected:"]
         lines += [f"  {one.count} × {one.reason}; nearest: {one.nearest}" for one in found.rejected]
     return lines
+
+
+def _row(rank: int, plan: Estimate) -> list[str]:
+    low, high = plan.interval
+    worst = plan.memory.stages[plan.memory.worst].total
+    return [
+        str(rank), describe(plan.job), format_seconds(plan.step), f"{format_seconds(low)} … {format_seconds(high)}",
+        f"{100 * plan.mfu:.1f}", format_bytes(worst), format_bytes(plan.memory.headroom),
+    ]  # fmt: skip
+
+
+def _beside(slower: float) -> str:
+    return f"{100 * slower:+.0f} %" + (", as fast within the noise" if abs(slower) <= NOISE else "")
 
 
 def assumed_lines(names: Sequence[str]) -> list[str]:
