@@ -66,7 +66,7 @@ class Group:
 
     @property
     def gathers_into_given(self) -> bool:
-        """An all-gather into a tensor of torch's making goes to gloo as a coalesced one. The two threads of a group both
+        """An all-gather into a tensor of its own is sent to gloo as a coalesced one. The two threads of a group both
         write down the name of what they last did, unlocked; one as long as that is freed twice (torch 2.13: now and
         then a rank dies of a corrupt heap). Names of at most 15 letters, as of all else here, live in place.
         """
