@@ -50,6 +50,7 @@ bench: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c '$(REQUIRE)'
 	$(PYTHON) -m venv .venv
+	@echo "installing into .venv, which takes minutes"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 

@@ -300,6 +300,11 @@ def test_convert_and_train_from_go_both_ways_on_the_command_line(tmp_path: Path)
         assert ended.code == 0, ended.stderr
         losses.append(json.loads(ended.stdout)["loss_first"])
     assert losses[0] == losses[1] != pytest.approx(4.16, abs=0.1)
+    never = tmp_path / "never"
+    other = plait("train", "--from", folder, *words, "model.layers=5", "model.tied=true", f"train.run_dir={never}")
+    assert other.code == 2 and f"layers 5, there {PRESETS['llama-tiny'].layers}" in other.error and not never.exists()
+    missing = plait("train", "--from", tmp_path / "nowhere", *words)
+    assert missing.code == 2 and "nowhere does not exist" in missing.error
     out = plait("convert", tmp_path / "run theirs", tmp_path / "trained", "--dtype", "float32")
     assert out.code == 0 and (tmp_path / "trained" / "model.safetensors").exists()
     again = plait("convert", tmp_path / "run theirs", tmp_path / "trained")

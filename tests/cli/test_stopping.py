@@ -70,7 +70,7 @@ def stopped(folder: Path, number: signal.Signals, whom: str, *words: str) -> Non
         assert time.monotonic() - asked < 30
         assert job.returncode == 128 + number and alive(job.pid) == []
     last = steps_in(folder)
-    assert f"error: stopped after step {last} of 100000, saved in {folder / 'checkpoints'}" in told, told
+    assert f"\nstopped after step {last} of 100000, saved in {folder / 'checkpoints'}" in told, told
     assert [path.name for path in folders(folder / "checkpoints")] == [f"step-{last:08d}"]
     assert read_manifest(folders(folder / "checkpoints")[0]).facts.step == last
     words = (*SHORT, f"train.steps={last + 2}", "layout.dp=2", f"train.run_dir={folder}", "train.resume=auto", "--json")

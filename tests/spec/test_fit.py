@@ -158,8 +158,8 @@ def test_what_cannot_be_is_refused_with_its_numbers_and_the_way_out(
 @pytest.mark.parametrize(
     ("world", "layout", "numbers", "fix"),
     [
-        (12, {"tp": 2, "pp": 4}, ("8", "12"), "use a world of 8 or 16"),
-        (4, {"tp": 2, "pp": 4}, ("8", "4"), "use a world of 8"),
+        (12, {"tp": 2, "pp": 4}, ("8", "12"), "use a world of 8 or 16, or axes whose product divides 12"),
+        (4, {"tp": 2, "pp": 4}, ("8", "4"), "use a world of 8, or axes whose product divides 4"),
         (8, {"tp": 2, "dp": 2}, ("4", "8"), "start 4 ranks, or use dp 4"),
         (3, {"tp": 2, "dp": 2}, ("4", "3"), "start 4 ranks"),
         (0, {"tp": 2}, ("0", "1"), ""),

@@ -53,6 +53,11 @@ def candidates(place: Path) -> list[Path]:
     return folders(place) or folders(place / "checkpoints")
 
 
+def none_in(place: Path) -> str:
+    """How a path can mean no checkpoint: it is not there, or there is none in it."""
+    return f"{place} holds no checkpoint" if place.exists() else f"{place} does not exist"
+
+
 def newest(place: Path) -> Manifest:
     """The newest complete checkpoint that a path means; UsageError where it means none."""
     for path in (found := candidates(place)):
@@ -61,7 +66,7 @@ def newest(place: Path) -> Manifest:
         except BrokenCheckpoint:
             if len(found) == 1:
                 raise
-    raise UsageError(f"{place} holds no checkpoint{' that is whole' if found else ''}")
+    raise UsageError(f"{place} holds no checkpoint that is whole" if found else none_in(place))
 
 
 def expire(shelf: Path, keep: int) -> list[Path]:

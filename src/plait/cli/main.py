@@ -77,7 +77,7 @@ def _plait(
 
 
 def _report(message: str, hint: str, exit_code: int, details: str = "") -> int:
-    print(f"error: {message}", file=sys.stderr)
+    print(message if exit_code > 128 else f"error: {message}", file=sys.stderr)  # to stop when asked is no error
     if details:
         print(details, file=sys.stderr)
     if hint:

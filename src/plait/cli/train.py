@@ -22,6 +22,7 @@ from plait.spec.errors import RankFailed, UsageError
 from plait.spec.families import from_hf_config
 from plait.spec.fit import fit
 from plait.spec.load import dump
+from plait.spec.model import ModelSpec
 from plait.spec.run import RunSpec
 
 if TYPE_CHECKING:
@@ -56,7 +57,10 @@ def train(
     Exit codes: 0 done, 1 a rank failed, 2 a mistake in what was asked, 3 training stopped itself (a loss that is not
     finite), 130 and 143 stopped and saved after Ctrl-C and SIGTERM.
     """
-    run = read_run(words, None if start is None else _model_in(start))
+    theirs = None if start is None else _model_in(start)
+    run = read_run(words, theirs)
+    if theirs is not None:
+        _refuse_another_model(run.model, ModelSpec.model_validate(theirs), start)
     world = (
         int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else nproc
     )  # torchrun has set the one, the user the other
@@ -108,6 +112,23 @@ def _model_in(start: Path) -> Mapping[str, Any]:
             raise UsageError(f"{start / 'config.json'}: not JSON: {error}") from error
     found: Mapping[str, Any] = newest(start).facts.run["model"]
     return found
+
+
+def _refuse_another_model(mine: ModelSpec, theirs: ModelSpec, start: Path | None) -> None:
+    """Raise UsageError where the weights that a run shall begin with do not have the shapes of its own.
+
+    A tied table may become two.
+    """
+    theirs = theirs.model_copy(update={"tied": mine.tied})
+    shapes = [{tensor.name: tensor.shape for tensor in model.parameters()} for model in (mine, theirs)]
+    if shapes[0] == shapes[1]:
+        return
+    other = theirs.model_dump()
+    differ = [f"{key} {value}, there {other[key]}" for key, value in mine.model_dump().items() if value != other[key]]
+    raise UsageError(
+        f"--from {start}: its weights are not of the run's model: {'; '.join(differ)}",
+        "leave [model] out of the run, or say the same there",
+    )
 
 
 def _launch(job: Job, restarts: int) -> Summary | None:

@@ -165,7 +165,7 @@ def _policy(spec: DataSpec, manifest: dict[str, object]) -> str:
         return f"between documents: nothing; {seen}"
     return (
         f"between documents: one separator, none inside ({manifest['separators_removed']} removed); "
-        f"special tokens in a text are text; {seen}"
+        f"the name of a special token in a text is plain text; {seen}"
     )
 
 

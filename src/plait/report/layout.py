@@ -78,7 +78,7 @@ class LayoutPicture:
         axes = " × ".join(f"{axis} {size}" for axis, size in self.axes.items())
         suffix = ", sequence parallel" if self.sequence_parallel else ""
         parts = [
-            [f"{world} ranks = {axes} (slowest first){suffix}"],
+            [f"{world} rank{'s' * (world > 1)} = {axes} (slowest first){suffix}"],
             ["ranks of each replica and stage", *_rank_map(self)],
             ["groups of 2 ranks or more", *_group_table(self.groups)],
             ["stages", *_stage_table(self.stages)],

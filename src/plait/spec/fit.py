@@ -184,7 +184,7 @@ def _world_violations(run: RunSpec, world: int | None) -> list[Violation]:
     if world < 1:
         return [Violation("layout", f"a world of {world} ranks is less than 1")]
     if dp is None and world % replica:
-        fix = f"use a world of {nearest_multiples(replica, world)}"
+        fix = f"use a world of {nearest_multiples(replica, world)}, or axes whose product divides {world}"
         return [Violation("layout", f"pp·cp·tp {replica} does not divide the world {world}", fix)]
     if dp is not None and replica * dp != world:
         fix = f"start {replica * dp} ranks" + ("" if world % replica else f", or use dp {world // replica}")

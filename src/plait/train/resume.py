@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.checkpoint.manifest import Facts
-from plait.checkpoint.shelf import candidates, complete, newest
+from plait.checkpoint.shelf import candidates, complete, newest, none_in
 from plait.checkpoint.source import Source, refuse_mismatch
 from plait.parallel import collectives as comm
 from plait.parallel.collectives import Group
@@ -78,7 +78,7 @@ def _look(run: RunSpec) -> tuple[list[Path], list[str]]:
         paths = candidates(Path(resume))
         if not paths:
             hint = "train.resume names a checkpoint, a run's directory, or 'auto'"
-            raise UsageError(f"train.resume: {resume} holds no checkpoint", hint)
+            raise UsageError(f"train.resume: {none_in(Path(resume))}", hint)
         return paths[:1], []
     if folder is None:
         raise UsageError("train.resume: 'auto' looks into train.run_dir, which is not set", "set it")
