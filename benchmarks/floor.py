@@ -75,7 +75,8 @@ class LocalOperators:
 
     @staticmethod
     def all_gather_into_tensor_out(x: Tensor, n: int, handle: str, out: Tensor) -> Tensor:
-        return out.view(n, *x.shape).copy_(x)
+        out.view(n, *x.shape).copy_(x)
+        return out
 
     @staticmethod
     def reduce_scatter_tensor(x: Tensor, op: str, n: int, handle: str) -> Tensor:
