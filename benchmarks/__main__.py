@@ -1,4 +1,4 @@
-"""`python -m benchmarks [one|dp|tp|pp|sleep|zero] [--ranks N] [--rounds N]`: all contests, or those of one axis."""
+"""`python -m benchmarks [one|dp|tp|cp|pp|sleep|zero] [--ranks N] [--rounds N]`: all contests, or those of one axis."""
 
 from __future__ import annotations
 

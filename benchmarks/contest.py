@@ -23,10 +23,11 @@ from benchmarks.floor import Pipes, floor
 from benchmarks.peak import peak_bytes
 from benchmarks.peers import SCHEDULES, DataParallel, Pipelining, PipeliningFloor, PlainFloor, PlainLoop, PlainShard
 from benchmarks.plait_side import plait
+from benchmarks.ring_peer import Ring
 from benchmarks.sharded_peers import DeepSpeed, FullySharded, ShardedFloor
 from benchmarks.sleeping import QUICK_NAPS, Naps, Order, SleepingPeer, SleepingPlait
 from benchmarks.tensor_peer import TensorParallel
-from benchmarks.work import TINY, WIDE, Side, Size
+from benchmarks.work import LONG, TINY, WIDE, Side, Size
 from plait.parallel.launch import World, launch
 from plait.proof.compare import TOLERANCE, error
 
@@ -99,6 +100,16 @@ def tensor_parallel(ranks: int) -> Contest:
     }
     title = "tensor and sequence parallel"
     return Contest("tp", title, "torch.distributed.tensor.parallel", ranks, sides, above_floor=0.7)
+
+
+def context_parallel(ranks: int) -> Contest:
+    sides: dict[str, MakeSide] = {
+        "plait": _apart(plait(cp=ranks)),
+        "peer": _apart(Ring),
+        "floor": floor(cp=ranks),
+    }
+    needs = "ring_attention_pytorch"
+    return Contest("cp", "context parallel", "ring-attention-pytorch", ranks, sides, LONG, needs, throughput=1.2)
 
 
 def pipeline(schedule: str, per_rank: int) -> Callable[[int], Contest]:
@@ -174,6 +185,7 @@ CONTESTS: Mapping[str, tuple[list[Callable[[int], Contest]], tuple[int, ...]]] =
     "one": ([lambda ranks: one_process()], (1,)),
     "dp": ([data_parallel], (2, 4)),
     "tp": ([tensor_parallel], (2, 4)),
+    "cp": ([context_parallel], (2,)),
     "pp": ([pipeline(*each) for each in PIPELINES], (2,)),
     "sleep": ([sleeping(*each) for each in PIPELINES if each[0] != "gpipe"], (4, 8)),
     "zero": ([sharded(3, "fsdp"), *(sharded(stage, "deepspeed") for stage in (3, 2, 1))], (2, 4)),

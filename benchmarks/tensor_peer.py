@@ -42,8 +42,12 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, tables: Tables) -> Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # (B, S, heads, D)
         q, k, v = (t.transpose(1, 2) for t in (turned(q, tables), turned(k, tables), v))
-        y: Tensor = self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        y: Tensor = self.wo(self.attend(q, k, v).transpose(1, 2).flatten(-2))
         return y
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(B, heads, S, D) each."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class FeedForward(nn.Module):
@@ -63,10 +67,10 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Pre-norm residual block."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, attention: type[Attention]) -> None:
         super().__init__()
         self.attention_norm, self.ffn_norm = (nn.RMSNorm(spec.hidden, spec.norm_eps) for _ in range(2))
-        self.attention, self.feed_forward = Attention(spec), FeedForward(spec)
+        self.attention, self.feed_forward = attention(spec), FeedForward(spec)
 
     def forward(self, x: Tensor, tables: Tables) -> Tensor:
         x = x + self.attention(self.attention_norm(x), tables)
@@ -77,10 +81,10 @@ class TransformerBlock(nn.Module):
 class Llama(nn.Module):
     """Tokens (B, S) -> logits (B, S, V)."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, attention: type[Attention] = Attention) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(spec.vocab, spec.hidden)
-        self.layers = nn.ModuleList(TransformerBlock(spec) for _ in range(spec.layers))
+        self.layers = nn.ModuleList(TransformerBlock(spec, attention) for _ in range(spec.layers))
         self.norm = nn.RMSNorm(spec.hidden, spec.norm_eps)
         self.output = nn.Linear(spec.hidden, spec.vocab, bias=False)
         self.tables = rotary_tables(spec)
@@ -151,16 +155,21 @@ def split(model: Llama, mesh: DeviceMesh) -> Llama:
     return model
 
 
+@torch.no_grad()
+def with_first_weights(model: Llama, spec: ModelSpec) -> Llama:
+    """The Llama with the weights that every side begins with."""
+    weights = dict(model.named_parameters())
+    for tensor in spec.parameters():
+        weights[llama_names(spec)[tensor.name]].copy_(draw(tensor, spec, TrainSpec().seed))
+    return model
+
+
 class TensorParallel:
     """The Llama split over all ranks, every rank with the whole batch."""
 
     def __init__(self, size: Size, world: World) -> None:
         self.spec, self.batch = size.model, size.batch()
-        model = Llama(self.spec)
-        with torch.no_grad():
-            weights = dict(model.named_parameters())
-            for tensor in self.spec.parameters():
-                weights[llama_names(self.spec)[tensor.name]].copy_(draw(tensor, self.spec, TrainSpec().seed))
+        model = with_first_weights(Llama(self.spec), self.spec)
         self.model = split(model, init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",)))
         self.optimizer = adamw(self.model.parameters())
 

@@ -86,6 +86,9 @@ TINY = Size(hidden=64, layers=4, heads=4, ffn=96, vocab=96, rows=8, sequence=16,
 # a hundred times as much as a core does beside gloo; so few tokens here weigh weights as thousands weigh them there.
 WIDE = Size(hidden=512, heads=8, ffn=1376, rows=4, sequence=64, head_dim=64)
 
+# One long row.
+LONG = Size(layers=4, rows=1, sequence=4096)
+
 
 def decoder(size: Size) -> Decoder:
     """The whole model on one device, with the first weights of every side."""
