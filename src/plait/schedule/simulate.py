@@ -67,9 +67,13 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             network_clock[rank] = start + (costs.reduce[action.stage] if costs.reduce else 0.0)
             network[rank].append(Span(action, start, network_clock[rank]))
         elif action.kind is not DROP:
-            start = max([clock[rank], *[arrival.get(message, 0.0) for message in taken]])
-            parts = (action,) if action.backward is None else action.parts
-            clock[rank] = end = start + sum([seconds[part.kind][part.stage] for part in parts])
+            start = clock[rank]
+            for message in taken:
+                start = max(start, arrival.get(message, 0.0))
+            end = start
+            for part in (action,) if action.backward is None else action.parts:
+                end += seconds[part.kind][part.stage]
+            clock[rank] = end
             compute[rank].append(Span(action, start, end))
     for (source, _), spans in links.spans.items():
         network[source] += spans

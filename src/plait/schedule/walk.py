@@ -34,7 +34,7 @@ def walk(schedule: Schedule, blocking: bool = False) -> Iterator[Step]:
             action = program[at]
             kind, message = action.kind, action.message
             taken = schedule.inputs(action) if message is None else ()
-            event = _unsent(schedule, taken, sent) if taken else None
+            event = None if sent.issuperset(taken) else _unsent(schedule, taken, sent)
             if blocking and message is not None and kind is SEND and message not in posted:
                 event = RECV, message
             if event is not None:
