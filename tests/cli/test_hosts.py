@@ -37,7 +37,9 @@ class Hosts:
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29477", "--rdzv-id", "two",
             "--rdzv-conf", f"is_host={host == 0}", "--local-addr", ADDRESSES[host], "-m", "plait", "train",
         )  # fmt: skip
-        there = {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1", "PYTHONPATH": SOURCE}
+        # torchrun's own store outlives a restart, and in it the addresses of ranks that are gone.
+        there = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": LINK}
+        there |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": SOURCE}
         with log.open("wb") as out:
             return subprocess.Popen(
                 ["ip", "netns", "exec", self.names[host], sys.executable, *agent, *words],
