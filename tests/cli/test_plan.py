@@ -120,6 +120,10 @@ def test_tokens_are_turned_into_time_and_cost(capsys: pytest.CaptureFixture[str]
         (("--stack", "megatorn"), "did you mean megatron"),
         (("--model", "llama3-70"), "did you mean llama3-70b"),
         (("--model", "llama3-405b", "--cluster", "h100-dgx", "--nodes", "1"), "times as many devices"),
+        (
+            ("--model", "llama3-8b", "--cluster", "h100-dgx", "--nodes", "8", "--stack", "fsdp", "--batch", "7"),
+            "does not divide the batch of 7",
+        ),
         (("--anchor", "soon"), "--anchor 14.7s"),
         (("--as", "megatorn"), "did you mean megatron"),
         (("--dtype", "int8"), "unknown"),
@@ -169,6 +173,13 @@ def test_mode_auto_is_settled_by_the_same_search(capsys: pytest.CaptureFixture[s
     found = planned(capsys, "layout.mode=auto", "layout.dp=4", "--cluster", "cpu")["plans"]
     chosen = json.loads(answer.out)["axes"]
     assert any(all(plan["layout"][axis] == chosen[axis] for axis in ("tp", "pp", "dp", "cp")) for plan in found)  # type: ignore[attr-defined]
+
+
+def test_a_count_settles_mode_auto_for_the_world_that_it_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "layout.mode=auto", "--world", "2", "--ranks", "last", "--json"]) == 0
+    answer = capsys.readouterr()
+    assert "layout.mode auto: tp" in answer.err
+    assert json.loads(answer.out)["world"] == 2
 
 
 def test_mode_auto_that_nobody_settled_is_refused() -> None:

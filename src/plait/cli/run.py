@@ -50,12 +50,16 @@ def read_run(words: Sequence[str] | None, model: Mapping[str, Any] | None = None
 
 
 def settled(run: RunSpec, world: int | None) -> RunSpec:
-    """A run whose layout is decided: as it is written, or for layout.mode "auto" the planner's best for this world."""
-    if run.layout.mode != "auto":
+    """A run whose layout is decided: as it is written, or for layout.mode "auto" the planner's best for this world.
+
+    Without a world it is that of the sizes which the run names all the same.
+    """
+    asked = run.layout
+    if asked.mode != "auto":
         return run
     from plait.planner.request import settle
 
-    chosen, why = settle(run, world or 1)
+    chosen, why = settle(run, world or asked.tp * asked.pp * asked.cp * (asked.dp or 1))
     print(why, file=sys.stderr)
     return chosen
 

@@ -5,13 +5,14 @@ Torch is imported inside the command, so that its help needs none.
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from plait.cli.run import Json, Words, need_torch, read_run, to_json, with_options
+from plait.cli.run import Json, Words, need_torch, read_run, settled, to_json, with_options
 from plait.report.table import table
 from plait.spec.errors import UsageError
 from plait.spec.run import RunSpec
@@ -48,7 +49,8 @@ def _verify(options: Options) -> None:
     With --world N, run the trainer's own step of some ranks of a world of any size on tensors without memory, and
     count the bytes that they hold and send.
     """
-    run = read_run(options.words)
+    joined = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None  # torchrun has set it
+    run = settled(read_run(options.words), options.world or joined)
     need_torch("plait verify")
     if options.world is not None:
         report = _count(run, options.world, options.ranks)
@@ -92,7 +94,8 @@ def _rank(word: str, world: int) -> int:
 def _count_text(report: dict[str, Any]) -> str:
     lines = []
     for each in report["ranks"]:
-        states = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in each["states"].items() if size)
+        held = {**each["states"], "buffers": each["buffers"], "activations": each["activations"]}
+        states = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in held.items() if size)
         lines.append(f"rank {each['rank']} of {report['world']}, {each['micro_batches']} micro-batches: {states}")
         rows = [
             [axis, operation, str(row["calls"]), format_bytes(row["bytes"])]

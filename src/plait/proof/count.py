@@ -1,8 +1,9 @@
 """`count(run, world, ranks)`: the trainer's own step for some ranks of a world of any size, counted, not modelled.
 
 Each rank runs in a process of its own, on fake tensors (shapes without memory) and a process group that
-moves nothing; collectives are counted where torch dispatches them. What a step sends is affine in its micro-batches,
-so a step of one and a step that fills the pipeline give a long one exactly.
+moves nothing; collectives are counted where torch dispatches them, and bytes where tensors are born. What a step sends
+and holds is affine in its micro-batches once the pipeline and its messages are on their way: two short steps give a
+long one exactly.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from plait.parallel.mesh import Mesh
 from plait.parallel.parallelize import parallelize
 from plait.parallel.traffic import TrafficCounter
 from plait.parallel.world import alone
+from plait.proof.even import routed_evenly
 from plait.spec.fit import fit
 from plait.spec.layout import Layout
 from plait.spec.pipeline import chunks_of
 from plait.spec.run import RunSpec
+from plait.train.memory import RankMemory, Watch
 from plait.train.step import Step
 
 Rows = dict[tuple[str, str], tuple[float, float]]  # (axis, operation) -> (calls, bytes sent)
@@ -35,13 +38,17 @@ Rows = dict[tuple[str, str], tuple[float, float]]  # (axis, operation) -> (calls
 
 @dataclass(frozen=True)
 class Count:
-    """One step of one rank: bytes of its model states by kind; by axis and operation, its calls and the bytes it sends.
+    """One step of one rank: bytes of its model states by kind, and beside them at the peak `activations` (with what a
+    backward pass works with) and `buffers` (gathered weights, gradients on their way); by axis and operation, its calls
+    and the bytes it sends.
 
     `micro_batches` are those of the run, `counted` the numbers of those that were run.
     """
 
     rank: int
     states: Mapping[str, int]
+    activations: int
+    buffers: int
     collectives: Mapping[str, Mapping[str, Mapping[str, int]]]
     micro_batches: int
     counted: tuple[int, ...]
@@ -62,33 +69,50 @@ def count(run: RunSpec, world: int, ranks: Sequence[int], backend: str = "nccl")
 
 def _count(run: RunSpec, layout: Layout, rank: int, backend: str) -> Count:
     micro_batches = run.batch.global_size // (layout.dp * run.batch.micro_size)
-    full = layout.pp * chunks_of(run.schedule)  # as many as a pipeline ever holds
-    lengths = (1, full) if micro_batches > full > 1 and run.schedule.file is None else (micro_batches,)
+    lengths = counted_lengths(run, layout.pp, micro_batches)
     with alone(rank, layout.world):
         mesh = Mesh(layout, "cpu", backend)
         steps = [_step(run, mesh, length) for length in lengths]
-    (first, states), (last, _) = steps[0], steps[-1]
+    (first, held), (last, most) = steps[0], steps[-1]
     times = (micro_batches - lengths[0]) / (lengths[-1] - lengths[0]) if len(lengths) > 1 else 0.0
     collectives: dict[str, dict[str, dict[str, int]]] = {}
     for key in sorted(last):
         calls, sent = (a + (b - a) * times for a, b in zip(first[key], last[key], strict=True))
         collectives.setdefault(key[0], {})[key[1]] = {"calls": round(calls), "bytes": round(sent)}
-    return Count(rank, states, collectives, micro_batches, lengths)
+    states = {kind: getattr(most, kind) for kind in ("weights", "gradients", "master", "moments")}
+    activations = round(held.activations + (most.activations - held.activations) * times)
+    return Count(rank, states, activations, most.buffers, collectives, micro_batches, lengths)
 
 
-def _step(run: RunSpec, mesh: Mesh, micro_batches: int) -> tuple[Rows, dict[str, int]]:
+def counted_lengths(run: RunSpec, pp: int, micro_batches: int) -> tuple[int, ...]:
+    """The micro-batches of the steps that are run in place of one of so many: two numbers, or the number itself.
+
+    Once 2·pp messages have left, a rank has as many on their way as it ever has (`SENDS_IN_FLIGHT`), and holds as many
+    micro-batches, or one more of each further one. Stages that take turns do so by groups of pp micro-batches, of which
+    the first ones are longer where pp does not divide them all.
+    """
+    period = pp if chunks_of(run.schedule) > 1 else 1
+    left_over = micro_batches % period
+    few = 2 * pp + 2 + (micro_batches - 2 * pp - 2) % period + left_over * period
+    more = few + period
+    return (few, more) if micro_batches > more and run.schedule.file is None else (micro_batches,)
+
+
+def _step(run: RunSpec, mesh: Mesh, micro_batches: int) -> tuple[Rows, RankMemory]:
     """A step of so many micro-batches."""
     rows, length = micro_batches * run.batch.micro_size, run.batch.sequence
     batch = run.batch.model_copy(update={"global_size": rows * mesh.layout.dp})
     run = run.model_copy(update={"batch": batch})
-    with FakeTensorMode(), mock.patch.object(comm, "read", lambda x: [1.0] * x.numel()):
+    with FakeTensorMode(), routed_evenly(), mock.patch.object(comm, "read", lambda x: [1.0] * x.numel()):
         empty = lambda tensor, rectangle: torch.empty([stop - start for start, stop in rectangle])  # noqa: E731
         parallel = parallelize(Decoder(run.model), mesh, run, empty)
         step = Step(run, mesh, parallel)
         tokens = torch.zeros(rows, length, dtype=torch.int64)
         mine = Batch(tokens, tokens, torch.arange(rows), torch.arange(length), None)
+        watch = Watch(parallel, mesh.device)
         with TrafficCounter(mesh.axes()) as counter:
-            step.update(step.backward(1, mine))
-        moments = [x for state in step.optimizer.state.values() for x in state.values() if x.ndim]
-        states = parallel.states.bytes_held() | {"moments": sum(x.numel() * x.element_size() for x in moments)}
-    return {(axis, operation): (calls, sent) for axis, operation, calls, sent in counter.rows()}, states
+            with watch():
+                sums = step.backward(1, mine)
+            step.update(sums)
+        memory = watch.memory(step.optimizer)
+    return {(axis, operation): (calls, sent) for axis, operation, calls, sent in counter.rows()}, memory
