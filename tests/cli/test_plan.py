@@ -166,6 +166,16 @@ def test_published_rows_are_predicted_one_by_one(tmp_path: Path, capsys: pytest.
     assert document["summary"]["dense"]["total"]["mape"] < 0.1  # type: ignore[index]
 
 
+def test_a_run_as_it_stands_is_told_what_its_first_and_last_rank_send(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["layout.tp=2", "layout.pp=2", "layout.dp=2", "zero.stage=1"]
+    assert main(["plan", *words, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert main(["verify", *words, "--world", "8", "--ranks", "first,last", "--json"]) == 0
+    counted = {str(each["rank"]): each for each in json.loads(capsys.readouterr().out)["ranks"]}
+    for name in ("collectives", "states"):
+        assert planned[name] == {rank: each[name] for rank, each in counted.items()}
+
+
 def test_mode_auto_is_settled_by_the_same_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "layout", "--json", "--world", "4", "layout.mode=auto"]) == 0
     answer = capsys.readouterr()

@@ -138,6 +138,7 @@ def _write(asked: Any, answer: dict[str, Any], output: Path | None, system: str 
 def _document(asked: Any, answer: dict[str, Any]) -> dict[str, Any]:
     """The JSON document."""
     from plait.planner.export import run_of
+    from plait.planner.request import exact
 
     found, told = answer["found"], answer["told"]
     searched = {
@@ -160,6 +161,7 @@ def _document(asked: Any, answer: dict[str, Any]) -> dict[str, Any]:
             for p in answer["plans"]
         ],
         **searched,
+        **exact(asked),
         "cluster": asked.ground.cluster.name,
         "stack": asked.ground.stack.name,
         "assumed": list(asked.assumed),

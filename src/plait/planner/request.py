@@ -16,7 +16,9 @@ from plait.planner.export import run_of
 from plait.planner.ground import Ground
 from plait.planner.job import WIDTHS, Job, job_of
 from plait.planner.search import Found, Want, describe, search
+from plait.planner.seat import Seat
 from plait.planner.stack import load_stack
+from plait.planner.traffic import collectives
 from plait.spec.cluster import load_cluster
 from plait.spec.errors import UsageError
 from plait.spec.families import from_hf_config
@@ -130,6 +132,19 @@ def read_model(name: str) -> ModelSpec:
 def one(asked: Asked) -> Job:
     """The job of the run as it stands. Raises InvalidRun with every reason why it cannot be."""
     return job_of(asked.run, fit(asked.run, asked.world))._replace(compute=asked.compute)
+
+
+def exact(asked: Asked) -> dict[str, Any]:
+    """Of a run that plait itself trains as it stands: what its first and its last rank send in a step, by axis and
+    operation, and their model states, to the byte."""
+    if asked.searched or asked.ground.stack.name != "plait" or asked.compute != asked.run.precision.compute:
+        return {}
+    layout = fit(asked.run, asked.world)
+    seats = [Seat(asked.run, layout, rank) for rank in dict.fromkeys((0, layout.world - 1))]
+    return {
+        "collectives": {str(seat.rank): collectives(seat) for seat in seats},
+        "states": {str(seat.rank): seat.states() for seat in seats},
+    }
 
 
 def find(asked: Asked, top: int) -> Found:
