@@ -50,6 +50,7 @@ class Row:
         self._gathering: Transfer | None = None
         self.is_whole = True
         self._prepare_gradients(device)
+        self._let_go()
 
     def _prepare_gradients(self, device: torch.device) -> None:
         buffer, dtypes = self.buffer, self.dtypes
@@ -66,18 +67,25 @@ class Row:
 
     def shape_parameters(self, shapes: list[tuple[int, ...]]) -> None:
         """Make the parameters views of `full`, in the shapes of this rank's rectangles."""
+        _allocate(self.full)  # there are no views of what is freed
         for parameter, member, shape in zip(self.parameters, self.buffer.members, shapes, strict=True):
             # Set as data, so that its version does not move with the other views of the buffer.
             parameter.data = self.full[member.start : member.stop].view(shape)
         if self._collected is not None:
+            _allocate(self._collected)
             self._views = [
                 self._collected[member.start : member.stop].view(shape)
                 for member, shape in zip(self.buffer.members, shapes, strict=True)
             ]
-            if not self.keeps_whole:
-                self._collected.untyped_storage().resize_(0)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Free what is whole between steps only, before the next row is made: a rank never holds two such rows."""
+        if self._collected is not None and not self.keeps_whole:
+            self._collected.untyped_storage().resize_(0)
         if self.gathers:
-            self.drop()
+            self.is_whole = False
+            self.full.untyped_storage().resize_(0)
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
