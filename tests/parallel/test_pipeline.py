@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise, product
 from typing import Any
@@ -36,6 +37,21 @@ PAIR: Signature = (((3,), torch.float64), ((2, 2), torch.float32))  # two tensor
 
 def schedule_of(name: str, ranks: int, micro_batches: int) -> Schedule:
     return check(lower(generate(name, ranks, micro_batches)))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
+def test_every_two_neighbours_can_meet_before_a_receive_is_posted(name: str) -> None:
+    """As where a communicator is made at a pair's first message, and both wait for it (NCCL)."""
+
+    def run(rank: int, world: int) -> list[Span]:
+        mesh, schedule = Mesh(Layout(pp=world)), schedule_of(name, world, 4)
+        stages = {s: PairStage(s, schedule.stages - 1) for s in schedule.held_by(rank)}
+        pipeline = Pipeline(stages, mesh)
+        pipeline.up, pipeline.down = (replace(g, backend="nccl") for g in (pipeline.up, pipeline.down))
+        pipeline.connect(schedule)
+        return pipeline.run(schedule)
+
+    assert all(on_ranks(4, run))
 
 
 class PairStage:

@@ -2,8 +2,8 @@
 
 | name            | forward        | backward        | who uses it                                               |
 |-----------------|----------------|-----------------|-----------------------------------------------------------|
-| all_gather      | all-gather     | (by the caller) | column inputs, row output gradients, where tokens are split |
-| reduce_scatter  | reduce-scatter | (by the caller) | row outputs, column input gradients, where tokens are split |
+| …_all_gather    | all-gather     | (by the caller) | column inputs, row output gradients, where tokens are split |
+| …_reduce_scatter | reduce-scatter | (by the caller) | row outputs, column input gradients, where tokens are split |
 | all_reduce      | all-reduce     | (by the caller) | row outputs, column input gradients, cross-entropy        |
 | shift           | to the next    | (by the caller) | keys and values on a ring, and their gradients            |
 | exchange        | all-to-all     | (by the caller) | heads for tokens (Ulysses), tokens to experts and back    |
@@ -16,6 +16,7 @@
 | gather_shards   | all-gather     | none            | weight buffers under ZeRO                                 |
 | send, receive   | point to point | none            | pipeline                                                  |
 | gather_to_first | point to point | none            | proofs and samples, never on the hot path                 |
+| gather_bytes    | all-reduce     | none            | small reports, what rank 0 tells the others               |
 
 Inside a block the start/finish pairs are functional operators, which torch.compile traces and a dispatch mode counts:
 `finish` must be called before the tensor is read. Every function is the identity in a group of one.
@@ -71,6 +72,11 @@ class Group:
         then a rank dies of a corrupt heap). Names of at most 15 letters, as of all else here, live in place.
         """
         return self.backend == "gloo"
+
+    @property
+    def connects_late(self) -> bool:
+        """Whether two ranks meet at their first message only."""
+        return self.backend == "nccl"
 
     @property
     def exchanges(self) -> bool:

@@ -22,13 +22,13 @@ import torch
 from plait.parallel import collectives as comm
 from plait.parallel.collectives import Group, Transfer
 from plait.parallel.mesh import Mesh
+from plait.parallel.outcome import lost_peer
 from plait.parallel.stage import Signature, Stage, Tensors
 from plait.schedule import WEIGHT_GRADIENTS, Action, Kind, Message, Program, Schedule, Span
 from plait.schedule.standing import standing
 from plait.spec.errors import PlaitError
 
 T = TypeVar("T")
-TRANSFER_FAILED = ("timed out", "timeout", "connection", "socket")  # in what gloo and NCCL say
 ANSWER_WAIT_S = 5.0
 SENDS_IN_FLIGHT = 2  # per pipeline rank: more than 1F1B ever has on their way
 
@@ -68,8 +68,26 @@ class Pipeline:
         self._completing: frozenset[Action] = frozenset()  # each stage's last weight gradients before a reduction
         self._spans: list[Span] = []
 
+    def connect(self, schedule: Schedule) -> None:
+        """Let every two ranks that will exchange messages do so once, in one order. Collective.
+
+        NCCL joins two ranks at their first message, and holds the host until both are there; a receive that is posted
+        early would wait for a rank that waits itself.
+        """
+        owners = list(zip(schedule.owner, schedule.owner[1:], strict=False))
+        pairs = {pair for a, b in owners for pair in ((a, b), (b, a)) if a != b}
+        for source, target in sorted(pairs):
+            group = self.up if target > source else self.down
+            if self.rank in (source, target) and group.connects_late:
+                one = torch.zeros(1, device=self.device)
+                here = self.rank == source
+                (comm.send(one, group, target) if here else comm.receive(one, group, source)).wait()
+
     def run(self, schedule: Schedule) -> list[Span]:
-        """One step of this rank's program; returns its compute actions with their times (seconds, waiting left out)."""
+        """One step of this rank's program; returns its compute actions with their times (seconds, waiting left out).
+
+        On CUDA these are the times in which the host starts the work.
+        """
         program = schedule.programs[self.rank]
         self._spans = []
         self._completing = completing(program)
@@ -80,14 +98,14 @@ class Pipeline:
             at = len(program)
             self._settle(at_most=0)
         except RuntimeError as error:
+            if not lost_peer(error):
+                raise
             raise self._stopped(schedule, at, error) from error
         assert not self._arrived and not self._leaving, "a step must consume every message"
         return self._spans
 
-    def _stopped(self, schedule: Schedule, at: int, error: RuntimeError) -> PlaitError | RuntimeError:
-        """What is said of an error: if a transfer failed, where the ranks of this pipeline stand."""
-        if not any(word in str(error).lower() for word in TRANSFER_FAILED):
-            return error
+    def _stopped(self, schedule: Schedule, at: int, error: RuntimeError) -> PlaitError:
+        """What is said where a transfer failed: where the ranks of this pipeline stand."""
         answers = comm.tell_by_store("plait/standing", str(at), self.ranks, self.ranks[self.rank], ANSWER_WAIT_S)
         positions = {pp: int(answers[rank]) for pp, rank in enumerate(self.ranks) if rank in answers}
         return PlaitError(

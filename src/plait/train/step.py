@@ -68,6 +68,7 @@ class Step:
         self.auxiliary = (*self.fixed, *(("z_loss",) if run.model.z_loss else ()))
         self.loads = ExpertLoads(run, parallel.stages, mesh)
         self.schedule, self.evaluation = schedules(run, mesh.layout.dp)
+        self.pipeline.connect(self.schedule)
         masters = parallel.states.masters()
         self.masters = [master for _, master in masters]
         self.optimizer = make_optimizer(masters, run.optim)
