@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import gcd, prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,6 +154,26 @@ def test_what_cannot_be_is_refused_with_its_numbers_and_the_way_out(
     assert set(found) == {key}
     assert fix in found[key].fix
     assert all(number in found[key].problem for number in numbers), found[key]
+
+
+def test_a_tied_table_needs_the_ends_of_a_schedule_file_on_one_rank_or_on_the_outer_two(tmp_path: Path) -> None:
+    def found(*lines: str, tied: bool = True) -> list[Violation]:
+        file = tmp_path / "order.csv"
+        file.write_text("".join(f"{line}\n" for line in lines))
+        asked = RunSpec(
+            model=T0.model_copy(update={"tied": tied}),
+            layout=LayoutSpec(pp=len(lines)),
+            schedule=ScheduleSpec(file=str(file)),
+            batch=BatchSpec(global_size=1, micro_size=1, sequence=8),
+        )
+        return violations(asked, len(lines))
+
+    apart = ("F0/0,BW0/0", "F0/2,BW0/2", "F0/1,BW0/1")
+    only_one = only(found(*apart))
+    assert "first stage on rank 0 and the last on rank 1" in only_one.problem and "ranks 0 and 2" in only_one.fix
+    assert not found(*apart, tied=False)
+    assert not found("F0/0,BW0/0", "F0/1,BW0/1", "F0/2,BW0/2")
+    assert not found("F0/0,F0/2,BW0/2,BW0/0", "F0/1,BW0/1")
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,13 @@ def _file_violations(run: RunSpec, path: str, dp: int | None) -> list[Violation]
     if len(file.ranks) != run.layout.pp:
         problem = f"{path} has lines for {len(file.ranks)} ranks, layout.pp is {run.layout.pp}"
         found.append(Violation("schedule.file", problem, f"use layout.pp {len(file.ranks)}"))
+    ends = file.owner[0], file.owner[-1]
+    if run.model.tied and len(set(ends)) == 2 and set(ends) != {0, len(file.ranks) - 1}:
+        problem = (
+            f"{path} has the first stage on rank {ends[0]} and the last on rank {ends[1]}, which share a tied table"
+        )
+        fix = f"give both to one rank, or to ranks 0 and {len(file.ranks) - 1}, or set model.tied=false"
+        found.append(Violation("schedule.file", problem, fix))
     if dp is not None and file.micro_batches * unit != run.batch.global_size and run.batch.global_size % unit == 0:
         problem = f"{path} has {file.micro_batches} micro-batches, the run {run.batch.global_size // unit}"
         found.append(Violation("schedule.file", problem, f"use batch.global_size {file.micro_batches * unit}"))
