@@ -47,7 +47,7 @@ FEATURES: Mapping[str, Callable[[RunSpec], bool]] = {
     "kv < tp": lambda r: r.model.kv_heads < r.layout.tp,
     "grouped heads": lambda r: 1 < r.model.kv_heads < r.model.heads,
     "several stages per rank": lambda r: stage_count(r.schedule, 1) > 1,
-    "backward apart": lambda r: splits_backward(r.schedule) and r.layout.pp > 1,
+    "backward apart": lambda r: splits_backward(r.schedule),
     "uneven layers": lambda r: r.model.layers % stage_count(r.schedule, r.layout.pp) > 0,
     "balanced layers": lambda r: r.schedule.layers == "balanced" and r.layout.pp > 1,
     "uneven vocabulary": lambda r: r.model.vocab % r.layout.tp > 0,
