@@ -78,7 +78,6 @@ class _Known(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sums: Terms, gradients: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.gradients, ctx.dtypes = gradients, [x.dtype for x in inputs]
-        ctx.mark_non_differentiable(*(x for x in sums.values() if not x.is_floating_point()))
         return tuple(x.clone() for x in sums.values())
 
     @staticmethod

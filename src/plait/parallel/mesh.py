@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from plait.parallel.collectives import Group
+from plait.spec.errors import UsageError
 from plait.spec.layout import AXIS_OF, Coordinates, Layout
 
 TIMEOUT = timedelta(minutes=10)
@@ -27,7 +28,8 @@ class Mesh:
     def __init__(self, layout: Layout, device: torch.device | str = "cpu", backend: str | None = None) -> None:
         joined = dist.is_initialized()
         world, self.rank = (dist.get_world_size(), dist.get_rank()) if joined else (1, 0)
-        assert world == layout.world, f"a layout of {layout.world} ranks in a world of {world}"
+        if world != layout.world:
+            raise UsageError(f"a layout of {layout.world} ranks in a world of {world}", f"start {layout.world} ranks")
         self.layout = layout
         self.device = torch.device(device)
         moves = dict(pair.split(":") for pair in dist.get_backend_config().split(",")) if joined else {}

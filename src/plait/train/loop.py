@@ -94,6 +94,9 @@ def steps(run: RunSpec) -> Iterator[Metrics]:
         training = prepare(run, world or World(0, 1, 0, on_device(device, 0)))
         with keeping(run, training.mesh, _kept_in(run), training.data.fingerprint) as training.keeper:
             yield from train_steps(training)
+    except Exception:
+        joins = False  # to leave in order would wait for ranks that do not come
+        raise
     finally:
         if world is not None and joins:
             world.leave()
