@@ -193,9 +193,8 @@ def test_ranks_of_a_split_run_hold_what_show_memory_says(layout: dict[str, Any],
         predicted = picture[sizes.coordinates(rank).pp]
         # How many messages are on their way when somebody looks is a matter of time; at most as many as predicted.
         assert 0.98 * predicted.in_flight <= counted.between <= 1.02 * (predicted.in_flight + predicted.messages)
-        # A peak is promised from above: at 32 tokens the gradient of a weight, whose moment varies, is a tenth of it.
-        assert 0.9 * (predicted.peak - predicted.messages) <= counted.peak
-        assert predicted.peak <= 1.2 * counted.peak
+        # At 32 tokens the gradient of a weight, whose moment varies, is a tenth of a peak.
+        assert 0.9 * (predicted.peak - predicted.messages) <= counted.peak <= 1.1 * predicted.peak
 
 
 # --- between B and W --------------------------------------------------------------------------------------------------

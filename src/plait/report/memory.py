@@ -157,13 +157,15 @@ def peak_activations(run: RunSpec, layout: Layout) -> tuple[PeakActivations, ...
 
 
 def messages_in_flight(run: RunSpec, layout: Layout) -> int:
-    """Bytes of activations and gradients that were sent and not waited for yet, and of one that is received."""
+    """Bytes of activations and gradients that were sent and not waited for yet, and of two that came: one is used while
+    the next one's receive is posted.
+    """
     if layout.pp == 1:
         return 0
     tokens = run.batch.micro_size * run.batch.sequence // (layout.tp if layout.sequence_parallel else 1)
     micro_batches = run.batch.global_size // (layout.dp * run.batch.micro_size)
     sent = min(SENDS_IN_FLIGHT * layout.pp, micro_batches)
-    return (sent + 1) * tokens * run.model.hidden * SIZES[run.precision.compute]
+    return (sent + 2) * tokens * run.model.hidden * SIZES[run.precision.compute]
 
 
 def _with_mode(run: RunSpec, mode: str) -> RunSpec:
