@@ -26,6 +26,7 @@ from plait.parallel.parallelize import parallelize
 from plait.parallel.traffic import TrafficCounter
 from plait.parallel.world import alone
 from plait.proof.even import routed_evenly
+from plait.schedule import GENERATORS, Size
 from plait.spec.fit import fit
 from plait.spec.layout import Layout
 from plait.spec.pipeline import chunks_of
@@ -33,6 +34,7 @@ from plait.spec.run import RunSpec
 from plait.train.memory import RankMemory, Watch
 from plait.train.step import Step
 
+ONE, LONG = 1, 8  # a step of one micro-batch; bytes of a token's or a label's number
 Rows = dict[tuple[str, str], tuple[float, float]]  # (axis, operation) -> (calls, bytes sent)
 
 
@@ -69,7 +71,7 @@ def count(run: RunSpec, world: int, ranks: Sequence[int], backend: str = "nccl")
 
 def _count(run: RunSpec, layout: Layout, rank: int, backend: str) -> Count:
     micro_batches = run.batch.global_size // (layout.dp * run.batch.micro_size)
-    lengths = counted_lengths(run, layout.pp, micro_batches)
+    lengths = counted_lengths(run, layout, rank, micro_batches)
     with alone(rank, layout.world):
         mesh = Mesh(layout, "cpu", backend)
         steps = [_step(run, mesh, length) for length in lengths]
@@ -80,22 +82,31 @@ def _count(run: RunSpec, layout: Layout, rank: int, backend: str) -> Count:
         calls, sent = (a + (b - a) * times for a, b in zip(first[key], last[key], strict=True))
         collectives.setdefault(key[0], {})[key[1]] = {"calls": round(calls), "bytes": round(sent)}
     states = {kind: getattr(most, kind) for kind in ("weights", "gradients", "master", "moments")}
-    activations = round(held.activations + (most.activations - held.activations) * times)
+    if lengths[0] == ONE:  # what a further micro-batch adds to the peak is its tokens and labels
+        grown = 2 * LONG * run.batch.micro_size * (run.batch.sequence // layout.cp) * (micro_batches - lengths[-1])
+        activations = most.activations + grown
+    else:
+        activations = round(held.activations + (most.activations - held.activations) * times)
     return Count(rank, states, activations, most.buffers, collectives, micro_batches, lengths)
 
 
-def counted_lengths(run: RunSpec, pp: int, micro_batches: int) -> tuple[int, ...]:
+def counted_lengths(run: RunSpec, layout: Layout, rank: int, micro_batches: int) -> tuple[int, ...]:
     """The micro-batches of the steps that are run in place of one of so many: two numbers, or the number itself.
 
     Once 2·pp messages have left, a rank has as many on their way as it ever has (`SENDS_IN_FLIGHT`), and holds as many
-    micro-batches, or one more of each further one. Stages that take turns do so by groups of pp micro-batches, of which
-    the first ones are longer where pp does not divide them all.
+    micro-batches: then the other step has one, since what is sent is affine from there. Or it holds one more of each
+    further one, and two long steps say how much that is. Stages that take turns do so by groups of pp micro-batches, of
+    which the first ones are longer where pp does not divide them all.
     """
-    period = pp if chunks_of(run.schedule) > 1 else 1
-    left_over = micro_batches % period
-    few = 2 * pp + 2 + (micro_batches - 2 * pp - 2) % period + left_over * period
+    pp, chunks = layout.pp, chunks_of(run.schedule)
+    period = pp if chunks > 1 else 1
+    few = 2 * pp + 2 + (micro_batches - 2 * pp - 2) % period + micro_batches % period * period
     more = few + period
-    return (few, more) if micro_batches > more and run.schedule.file is None else (micro_batches,)
+    if micro_batches <= more or run.schedule.file is not None:
+        return (micro_batches,)
+    live = GENERATORS[run.schedule.name].peak_live
+    few_live, more_live = (live(Size(pp, n, chunks), layout.coordinates(rank).pp) for n in (few, more))
+    return (few, more) if more_live > few_live else (ONE, few)
 
 
 def _step(run: RunSpec, mesh: Mesh, micro_batches: int) -> tuple[Rows, RankMemory]:
