@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,22 @@ def test_b67_a_save_or_restore_on_one_rank_alone_is_told_instead_of_waited_for(t
 
     place = f"{tmp_path}"
     assert on_two(alone)[0] == [f"plait.save of step 1 to {place}", f"plait.restore of {place}"]
+
+
+def test_a_rank_that_saves_after_the_others_gave_up_is_told_so_and_the_next_call_of_all_goes_well(
+    tmp_path: Path,
+) -> None:
+    def late(step: plait.Step) -> list[str]:
+        if step.mesh.rank == 1:
+            time.sleep(2)
+        with pytest.raises(UsageError, match=r"waits for rank 1|came after the others") as refused:
+            plait.save(step, tmp_path, 1, patience=0.5)
+        plait.save(step, tmp_path, 2)
+        return [refused.value.message, *(path.name for path in tmp_path.glob("step-*"))]
+
+    one, other = on_two(late)
+    assert "rank 0 waits" in one[0] and "rank 1 came after the others" in other[0]
+    assert one[1:] == other[1:] == ["step-00000002"]
 
 
 def test_restore_skips_what_is_broken_and_refuses_other_data_and_an_empty_place_on_all_ranks(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ Inside a block the start/finish pairs are functional operators, which torch.comp
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -363,15 +364,21 @@ def tell_by_store(key: str, mine: str, ranks: Sequence[int], here: int, wait_s: 
 
 
 def missing_callers(key: str, size: int, here: int, wait_s: float) -> list[int]:
-    """The ranks of the world of `size` that do not make the same call, named `key`, as often as this one in a time."""
+    """The ranks of the world of `size` that do not make the same call, named `key`, as often as this one in a time.
+
+    All that call learn the same: the first to have waited long enough, or the last to come, decides, and who comes
+    later is told too.
+    """
     if size == 1:
         return []
     store = dist.distributed_c10d._get_default_store()
     times = store.add(f"{key}/{here}", 1)
-    store.add(key, 1)
-    until = time.monotonic() + wait_s
-    while store.add(key, 0) < times * size and time.monotonic() < until:
-        time.sleep(0.01)
-    if store.add(key, 0) >= times * size:
-        return []
-    return [rank for rank in range(size) if store.add(f"{key}/{rank}", 0) < times]
+    verdict = f"{key}/call {times}/verdict"
+    missing: list[int] = []
+    if store.add(f"{key}/call {times}", 1) < size:
+        until = time.monotonic() + wait_s
+        while not store.check([verdict]) and time.monotonic() < until:
+            time.sleep(0.01)
+        missing = [rank for rank in range(size) if store.add(f"{key}/{rank}", 0) < times]
+    decided = store.compare_set(verdict, "", json.dumps(missing))
+    return [int(rank) for rank in json.loads(decided)]

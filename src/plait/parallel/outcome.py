@@ -22,7 +22,8 @@ from plait.spec.errors import PlaitError
 # What a rank says when another one has left: gloo and the stores raise plain RuntimeErrors, so the text must tell.
 _LOST_PEER = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket (closed|timeout)|failed to (send|recv)|timed out waiting"
-    r"|gloo/transport|pair closure|ncclRemoteError|ncclSystemError|NCCL communicator was aborted",
+    r"|gloo/transport|pair closure|ncclRemoteError|ncclSystemError|NCCL communicator was aborted"
+    r"|collective operation timeout",
     re.IGNORECASE,
 )
 

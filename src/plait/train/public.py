@@ -75,4 +75,7 @@ def _expect_all(what: str, mesh: Mesh, patience: float) -> None:
     missing = missing_callers(what, mesh.layout.world, mesh.rank, patience)
     if missing:
         names = ", ".join(map(str, missing[:SHOWN])) + (", …" if len(missing) > SHOWN else "")
-        raise UsageError(f"{what}: rank {mesh.rank} waits for rank {names}", "it must be called on all ranks")
+        came = " came after the others" if mesh.rank in missing else ""
+        raise UsageError(
+            f"{what}: rank {mesh.rank}{came or f' waits for rank {names}'}", "it must be called on all ranks, in time"
+        )
