@@ -38,9 +38,8 @@ class Row:
     def __init__(self, buffer: Buffer, sharing: Sharing, stage: int, dtypes: Dtypes, device: torch.device) -> None:
         self.buffer, self.sharing, self.dtypes = buffer, sharing, dtypes
         self.shard = sharing.reduce.rank if stage > 0 else None
-        self.gathers = stage == 3 and buffer.shards > 1
-        self.republishes = stage in (1, 2) and buffer.shards > 1
-        self.keeps_whole = stage < 2  # gradients stay whole until the step's last backward
+        self.gathers, self.republishes = buffer.gathers(stage), buffer.republishes(stage)
+        self.keeps_whole = buffer.keeps_whole(stage)
         low = sharing.reduce.rank * buffer.length
         self.full = torch.zeros(buffer.size, dtype=dtypes.compute, device=device)
         place = self.full[low : low + buffer.length]

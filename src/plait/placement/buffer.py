@@ -85,6 +85,19 @@ class Buffer:
     def padding(self) -> int:
         return self.size - sum(sum(member.sizes) for member in self.members)
 
+    def gathers(self, zero: int) -> bool:
+        """Whether a ZeRO stage shards its weights, so that they are gathered to be read."""
+        return zero == 3 and self.shards > 1
+
+    def republishes(self, zero: int) -> bool:
+        """Whether a ZeRO stage leaves each rank with new weights of its shard alone, after the update."""
+        return zero in (1, 2) and self.shards > 1
+
+    @staticmethod
+    def keeps_whole(zero: int) -> bool:
+        """Whether gradients stay whole until a step's last backward under a ZeRO stage."""
+        return zero < 2
+
     def pieces(self, shard: int | None) -> list[tuple[Piece, int]]:
         """What a shard owns (None: all of the buffer), each with its offset in the buffer."""
         low, high = (0, self.size) if shard is None else (shard * self.length, (shard + 1) * self.length)

@@ -54,24 +54,6 @@ class Row:
     groups: tuple[str, str]  # of different shards, and of those that repeat each
     collects: bool  # gradients have a flat tensor of their own
 
-    @property
-    def gathers(self) -> bool:
-        return self.zero == 3 and self.buffer.shards > 1
-
-    @property
-    def republishes(self) -> bool:
-        return self.zero in (1, 2) and self.buffer.shards > 1
-
-    @property
-    def keeps_whole(self) -> bool:
-        """Whether gradients stay whole until the step's last backward."""
-        return self.zero < 2
-
-    @property
-    def several(self) -> bool:
-        """Whether more than one stage of this rank reads it."""
-        return len(self.buffer.stages) > 1
-
 
 @dataclass(frozen=True)
 class Seat:
@@ -141,7 +123,7 @@ class Seat:
     def states(self) -> dict[str, int]:
         """Bytes of this rank's model states by kind after a step, to the byte: padding where buffers have it."""
         widths, rows = self.widths, self.rows
-        own = sum(row.buffer.length if row.gathers else row.buffer.size for row in rows)
+        own = sum(row.buffer.length if row.buffer.gathers(row.zero) else row.buffer.size for row in rows)
         updated = sum(p.stop - p.start for p in self.pieces())
         return {
             "weights": own * widths.compute,
@@ -153,7 +135,7 @@ class Seat:
     def _gradients(self, row: Row) -> int:
         if not row.collects:  # they stay where backward puts them
             return sum(sum(member.sizes) for member in row.buffer.members) * self.widths.compute
-        return (row.buffer.size if row.keeps_whole else row.buffer.length) * self.widths.accumulate
+        return (row.buffer.size if row.buffer.keeps_whole(row.zero) else row.buffer.length) * self.widths.accumulate
 
     def times(self) -> tuple[list[int], list[int]]:
         """How often each row is gathered, and how often its gradient is reduced, in one step."""
@@ -170,8 +152,8 @@ class Seat:
             if action.kind is REDUCE:
                 for number in self.rows_of(action.stage):
                     reduced[number] += 1
-        once = [1 if row.keeps_whole else times for row, times in zip(self.rows, reduced, strict=True)]
-        return [times * row.gathers for row, times in zip(self.rows, gathered, strict=True)], once
+        once = [1 if row.buffer.keeps_whole(row.zero) else times for row, times in zip(self.rows, reduced, strict=True)]
+        return [times * row.buffer.gathers(row.zero) for row, times in zip(self.rows, gathered, strict=True)], once
 
 
 def _touched(action: Action) -> Iterator[int]:

@@ -253,7 +253,8 @@ def _gradients(seat: Seat) -> Iterable[Call]:
         shard, repeat = row.groups
         buffer = row.buffer
         own = buffer.length * widths.compute
-        yield Call(shard, GATHER, own * (gathered + row.republishes), gathered + row.republishes)
+        times = gathered + buffer.republishes(row.zero)
+        yield Call(shard, GATHER, own * times, times)
         if row.zero == 0:
             yield Call(repeat, REDUCE, buffer.size * widths.reduce)
             continue
