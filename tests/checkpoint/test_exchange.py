@@ -292,6 +292,12 @@ def test_convert_and_train_from_go_both_ways_on_the_command_line(tmp_path: Path)
     assert plait("convert", folder, tmp_path / "ours").code == 0
     shown = plait("show", tmp_path / "ours")
     assert shown.code == 0 and "healthy" in shown.stdout and "blocks.0.attention.q.weight" in shown.stdout
+    file = next((tmp_path / "ours").rglob("*.safetensors"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    broken = plait("show", tmp_path / "ours")
+    assert broken.code == 1 and f"BROKEN {file.name}" in broken.stdout
+    file.write_bytes(whole)
     words = ("batch.global_size=8", "batch.micro_size=4", "batch.sequence=16", "data.source=synthetic", "train.steps=1",
              "train.eval_batches=0", "layout.tp=2", "checkpoint.every=1", "--json")  # fmt: skip
     losses = []

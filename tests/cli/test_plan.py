@@ -117,6 +117,7 @@ def test_tokens_are_turned_into_time_and_cost(capsys: pytest.CaptureFixture[str]
     ("words", "complaint"),
     [
         (("--cluster", "h100-dxg"), "did you mean h100-dgx"),
+        (("--cluster", "h100-d"), "did you mean h100-dgx"),
         (("--stack", "megatorn"), "did you mean megatron"),
         (("--model", "llama3-70"), "did you mean llama3-70b"),
         (("--model", "llama3-405b", "--cluster", "h100-dgx", "--nodes", "1"), "times as many devices"),

@@ -77,7 +77,7 @@ def _show(options: Options) -> None:
     """Show who holds what (layout), the pipeline's timeline (schedule), or the bytes of each rank (memory).
 
     Of a run's directory: the planned timeline, and below it the measured one. Of a checkpoint: its tensors, where its
-    run stood, and whether every byte of it is still as it was written.
+    run stood, and whether every byte of it is still as it was written (exit code 1 if not).
     """
     o = options
     if o.search:
@@ -89,6 +89,8 @@ def _show(options: Options) -> None:
         if path is not None:
             _write(picture, path, kind, o.what)
     print(json.dumps(picture.as_dict()) if o.as_json else picture.text(shutil.get_terminal_size((WIDTH, 0)).columns))
+    if getattr(picture, "broken", ()):
+        raise typer.Exit(1)
 
 
 show = with_options(_show, Options)

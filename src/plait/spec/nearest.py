@@ -32,8 +32,11 @@ def nearest_multiples(unit: int, wanted: int) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is spelled most like `name`, if any is."""
-    close = get_close_matches(name.lower().replace("-", "_"), list(known), n=1, cutoff=0.6)
+    """The shortest known name that begins with `name`, else the one that is spelled most like it, if any is."""
+    names = list(known)
+    if longer := [one for one in names if name and one.startswith(name.lower())]:
+        return min(longer, key=len)
+    close = get_close_matches(name.lower().replace("-", "_"), names, n=1, cutoff=0.6)
     return close[0] if close else None
 
 
