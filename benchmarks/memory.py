@@ -1,7 +1,8 @@
 """What the means against memory cost and save, beside PyTorch's own: `python -m benchmarks.memory [--rounds N]`.
 
-One process, one thread, the same model and batch on both sides; rounds take turns, and the least processor time of
-each side counts. Gradients are compared before anything is timed. It prints one JSON document.
+One process, one thread, the same model and batch on both sides; rounds take turns, in one order and then the other, and
+ratios of processor time are taken within each round: their median counts. Gradients are compared before anything is
+timed. It prints one JSON document.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -69,17 +71,22 @@ def gradients(model: Decoder) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def seconds(models: Mapping[str, Decoder], rounds: int) -> dict[str, float]:
-    """The least processor time of a step of each, after one that is not timed."""
+def seconds(models: Mapping[str, Decoder], rounds: int) -> dict[str, list[float]]:
+    """Processor time of a step of each, round by round, after one that is not timed."""
     first, *others = (gradients(model) for model in models.values())
     assert all(torch.allclose(first, other, rtol=1e-4, atol=1e-6) for other in others), "gradients differ"
-    best = dict.fromkeys(models, float("inf"))
-    for _ in range(rounds):
-        for name, model in models.items():
+    took: dict[str, list[float]] = {name: [] for name in models}
+    for turn in range(rounds):
+        for name in list(models)[:: 1 if turn % 2 == 0 else -1]:
             start = time.process_time()
-            step(model)
-            best[name] = min(best[name], time.process_time() - start)
-    return best
+            step(models[name])
+            took[name].append(time.process_time() - start)
+    return took
+
+
+def ratio(these: Sequence[float], those: Sequence[float]) -> float:
+    """The median over rounds."""
+    return median(a / b for a, b in zip(these, those, strict=True))
 
 
 def held(model: Decoder) -> tuple[int, int]:
@@ -103,10 +110,10 @@ def blocks(rounds: int) -> dict[str, object]:
     one = held(decoder(BLOCKS.model_copy(update={"layers": 1}), RecomputeSpec()))
     entry = ROWS * SEQUENCE * BLOCKS.hidden * 4
     return {
-        "seconds": took,
-        "full over torch": took["full"] / took["torch"],
-        "selective over none": took["selective"] / took["none"],
-        "full over none": took["full"] / took["none"],
+        "seconds": {name: median(times) for name, times in took.items()},
+        "full over torch": ratio(took["full"], took["torch"]),
+        "selective over none": ratio(took["selective"], took["none"]),
+        "full over none": ratio(took["full"], took["none"]),
         "selective keeps": kept["selective"][0] / kept["none"][0],
         "full's peak over inputs + a block": kept["full"][1] / (BLOCKS.layers * entry + one[1]),
         "bytes": {name: {"between": between, "peak": peak} for name, (between, peak) in kept.items()},
@@ -122,8 +129,10 @@ def losses(rounds: int) -> dict[str, object]:
         took = seconds(models, rounds)
         peaks = {name: held(model)[1] for name, model in models.items()}
         found[str(vocabulary)] = {
-            "chunked over plain": took["chunked"] / took["plain"], "seconds": took, "peak bytes": peaks
-        }  # fmt: skip
+            "chunked over plain": ratio(took["chunked"], took["plain"]),
+            "seconds": {name: median(times) for name, times in took.items()},
+            "peak bytes": peaks,
+        }
     return found
 
 
@@ -132,7 +141,7 @@ PARTS: Mapping[str, Callable[[int], dict[str, object]]] = {"blocks": blocks, "lo
 
 def main() -> None:
     arguments = argparse.ArgumentParser(prog="python -m benchmarks.memory")
-    arguments.add_argument("--rounds", type=int, default=7)
+    arguments.add_argument("--rounds", type=int, default=15)
     rounds = arguments.parse_args().rounds
     torch.set_num_threads(1)
     print(json.dumps({"limits": LIMITS, **{name: part(rounds) for name, part in PARTS.items()}}, indent=1))
