@@ -28,9 +28,15 @@ MIB = 2**20
 def write_table(results: Path, document: Path) -> None:
     """Put the table of all result files between the document's two marks."""
     found = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
-    before, _, rest = document.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    document.write_text(f"{before}{BEGIN}\n\n{table(found)}\n\n{END}{after}")
+    write_section(document, (BEGIN, END), table(found))
+
+
+def write_section(document: Path, marks: tuple[str, str], text: str) -> None:
+    """Put a text between two marks of a document."""
+    begin, end = marks
+    before, _, rest = document.read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    document.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
 
 
 def table(results: list[dict[str, Any]]) -> str:

@@ -1,4 +1,5 @@
-"""Timings of a machine become a cluster file, and a slow rank is named."""
+"""Timings of a machine become a cluster file, ranks that share its cores are planned to share them, and a slow rank is
+named."""
 
 from __future__ import annotations
 
@@ -7,8 +8,16 @@ from typing import Any
 
 import pytest
 
-from plait.planner.measured import Probe, cluster_toml, slow_ranks, wires_of
-from plait.spec.cluster import load_cluster
+from plait.planner.block import INDEX
+from plait.planner.estimate import Estimate, estimate
+from plait.planner.ground import Ground
+from plait.planner.job import Job
+from plait.planner.measured import Probe, cluster_toml, slow_ranks, timed_of, wires_of
+from plait.planner.network import wires
+from plait.planner.passes import fit_passes, trial_counts
+from plait.planner.stack import load_stack
+from plait.spec.cluster import Cluster, Device, Link, Measured, Timed, load_cluster
+from plait.spec.presets import PRESETS
 
 
 def report(rank: int, seconds: float = 0.01, **changed: Any) -> dict[str, Any]:
@@ -16,13 +25,16 @@ def report(rank: int, seconds: float = 0.01, **changed: Any) -> dict[str, Any]:
     wire = {size: 2 * size * 3 / 4 / 1e9 + 2 * 1e-3 for size in (2**14, 2**24)}
     return {
         **{"rank": rank, "kind": "cpu", "name": "cpu", "memory": 2**34, "ranks": 4, "local": 4, "kernel": 5e-6},
+        **{"cores": 8, "passes": [], "update": None},
         "products": [
             {"dtype": "float32", "shape": [1000, 1000, 1000], "seconds": seconds},
             {"dtype": "float32", "shape": [100, 1000, 1000], "seconds": seconds / 5},
         ],
         "attention": {"dtype": "float32", "flops": 1e9, "seconds": seconds},
         "copy": {"bytes": 2**27, "seconds": 0.01},
-        "collectives": [{"operation": "all_reduce", "bytes": size, "seconds": s} for size, s in wire.items()],
+        "collectives": [
+            {"operation": "all_reduce", "ranks": 4, "bytes": size, "seconds": s} for size, s in wire.items()
+        ],
         **changed,
     }
 
@@ -56,3 +68,70 @@ def test_one_rank_alone_has_no_links_and_is_compared_with_nobody(tmp_path: Path)
     file = tmp_path / "one.toml"
     file.write_text(cluster_toml([alone]))
     assert load_cluster(str(file)).links[0].latency == 0
+
+
+def test_a_collective_is_the_line_through_its_sizes_at_the_pace_of_a_core_for_each_rank() -> None:
+    (alone,) = timed_of(Probe.of(report(0)))
+    (shared,) = timed_of(Probe.of(report(0, cores=2)))
+    assert alone == pytest.approx({"operation": "all_reduce", "ranks": 4, "start": 2e-3, "bandwidth": 1e9})
+    assert shared == pytest.approx({**alone, "start": 1e-3, "bandwidth": 2e9})
+
+
+def test_rates_that_made_the_passes_are_found_again() -> None:
+    device = Device(name="cpu", kind="cpu", memory=2**34, bandwidth=1e10, peaks={"float32": 5e10})
+    made = {
+        "gemm": 1 / 0.7,
+        "wide": 1 / 0.7,
+        "attention": 1 / 0.3,
+        "operands": 0.4,
+        "traffic": 1 / 0.8,
+        "kernels": 2e-5,
+    }
+    sizes = [(64, 2, 64, 1, 8, 0), (256, 8, 704, 4, 128, 0), (256, 2, 176, 4, 64, 0), (256, 8, 64, 2, 64, 2048)]
+    trials = []
+    for size in sizes:
+        trial: dict[str, Any] = dict(zip(("hidden", "heads", "ffn", "rows", "sequence", "vocab"), size, strict=True))
+        times = [
+            sum(counts[INDEX[name]] * rate for name, rate in made.items()) for counts in trial_counts(device, trial)
+        ]
+        trials.append({**trial, "forward": times[0], "backward": times[1]})
+    fit = fit_passes(device, 0.3, trials)
+    assert fit == pytest.approx((0.7, 0.8, 0.4 * 0.8, 2e-5, 0.0), abs=1e-9)
+
+
+def machine(cores: float | None) -> Cluster:
+    """Eight ranks of one host, links that cost next to nothing, and 10 ms for each all-reduce of two of them."""
+    device = Device(name="cpu", kind="cpu", memory=2**36, bandwidth=1e11, peaks={"float32": 1e11})
+    timed = Timed(operation="all_reduce", ranks=2, start=1e-2, bandwidth=1e15)
+    link = Link(bandwidth=1e15, latency=0.0)
+    return Cluster(
+        name="host", device=device, node=8, links=(link,), cores=cores, measured=Measured(collectives=(timed,))
+    )
+
+
+def planned(cores: float | None, **job: Any) -> Estimate:
+    ground = Ground.of(PRESETS["llama-tiny"], load_stack("plait"), machine(cores))
+    return estimate(ground, Job(**{"batch": 8, "sequence": 64, "compute": "float32", **job}))
+
+
+def test_ranks_that_share_cores_take_as_many_times_as_long_as_there_are_ranks_on_a_core() -> None:
+    assert planned(2, dp=8).step == pytest.approx(4 * planned(None, dp=8).step)
+    assert planned(16, dp=8).step == planned(None, dp=8).step
+    assert planned(2, dp=2).step == planned(None, dp=2).step
+
+
+def test_a_bubble_is_filled_by_who_has_work_where_cores_are_shared() -> None:
+    """Four stages, eight micro-batches: on one core there is no idle time at all, on four each stage has its own."""
+    job = {"pp": 4, "dp": 1, "micro": 1}
+    own, one, two = (planned(cores, **job) for cores in (None, 1, 2))
+    assert one.terms["bubble"] == pytest.approx(0, abs=1e-9)
+    assert own.step < two.step < one.step
+    assert sum(two.terms.values()) == two.step
+
+
+def test_a_measured_collective_goes_before_the_link_and_the_next_larger_group_stands_in() -> None:
+    ground = Ground.of(PRESETS["llama-tiny"], load_stack("plait"), machine(None))
+    assert wires(ground, 2, 1).start("all_reduce") == 1e-2
+    assert wires(ground, 4, 1).start("all_reduce") == 1e-2
+    assert wires(ground, 2, 1).start("all_gather") == 0.0
+    assert planned(None, tp=2).terms["tensor"] > 4 * 1e-2 * PRESETS["llama-tiny"].layers

@@ -1,12 +1,15 @@
 """What one rank's device and links do, timed: products of several shapes, attention, copies, and each collective.
 
 Nothing is split here and no module is replaced. Seconds of the fastest of several repetitions, in plain values: what
-they mean for a plan is worked out in `planner/measured.py`.
+they mean for a plan is worked out in `planner/measured.py`. Where ranks share processors, what a rank does alone is
+told in seconds of a processor, and what ranks do together by the clock while all of them do it.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +17,9 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from plait.parallel.collectives import all_reduce, gather_bytes, gather_shards, receive, send, sum_to_shards
+from plait.parallel.collectives import Group, all_reduce, gather_bytes, gather_shards, receive, send, sum_to_shards
 from plait.parallel.mesh import Mesh
+from plait.parallel.passes import Clock, passes, update
 from plait.parallel.world import World
 from plait.spec.layout import Layout
 
@@ -24,44 +28,67 @@ SHAPES = {
     "cuda": ((4096, 4096, 4096), (8192, 8192, 8192)),
 }
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
+BETWEEN = 384  # rows and columns of a product between two collectives
+ROUNDS = 3
+LEAST_RUN_S = 1e-6  # what a collective takes at least, where the clock is not that fine
 SIZES = (2**12, 2**16, 2**20, 2**23)  # elements of a float32 message
-QUICK_SIZES = (2**12, 2**20)
+QUICK_SIZES = (2**12, 2**16, 2**20)
 REPEATS, QUICK_REPEATS = 10, 3
+LEAST_S = 0.2  # for which a short operation is repeated
+LONGEST_S = 0.2  # of a product: where a dtype is emulated, the small ones must do
 HEADS, HEAD_DIM, SEQUENCE = 8, 64, {"cpu": 512, "cuda": 4096}
 
 
 def probe(world: World, quick: bool) -> list[dict[str, Any]] | None:
     """The findings of every rank, on rank 0; None on the others."""
-    mesh = Mesh(Layout(dp=world.size), world.device)
     repeats = QUICK_REPEATS if quick else REPEATS
-    kind = world.device.type
+    kind, local = world.device.type, world.local_size or world.size
+    cores = _cores(kind)
+    clock = _clock(world.device, repeats, shared=cores is not None and local > cores)
     found: dict[str, Any] = {
         "rank": world.rank,
         "kind": kind,
         "name": torch.cuda.get_device_name(world.device) if kind == "cuda" else "cpu",
         "memory": _memory(world.device),
         "ranks": world.size,
-        "local": world.local_size or world.size,
-        "products": _products(world.device, repeats),
-        "attention": _attention(world.device, repeats),
-        "copy": _copy(world.device, repeats),
-        "kernel": _kernel(world.device),
-        "collectives": _collectives(mesh, QUICK_SIZES if quick else SIZES, repeats),
+        "local": local,
+        "cores": cores,
+        "products": _products(world.device, clock),
+        "attention": _attention(world.device, clock),
+        "copy": _copy(world.device, clock),
+        "kernel": _kernel(world.device, clock),
+        "passes": passes(clock, quick) if kind == "cpu" else [],
+        "update": update(clock) if kind == "cpu" else None,
+        "collectives": _collectives(world, QUICK_SIZES if quick else SIZES, repeats),
     }
-    table = gather_bytes(json.dumps(found).encode(), mesh.group("world"))
+    table = gather_bytes(json.dumps(found).encode(), Mesh(Layout(dp=world.size), world.device).group("world"))
     return [json.loads(one) for one in table] if world.rank == 0 else None
 
 
-def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The fastest of `repeats` runs, after one that is not counted."""
-    taken = []
-    for _ in range(repeats + 1):
-        _settle(device)
-        begun = time.perf_counter()
-        run()
-        _settle(device)
-        taken.append(time.perf_counter() - begun)
-    return min(taken[1:])
+def _cores(kind: str) -> int | None:
+    """Processors that the ranks of this host share; None where each rank has a device of its own."""
+    return len(os.sched_getaffinity(0)) if kind == "cpu" else None
+
+
+def _clock(device: torch.device, repeats: int, shared: bool) -> Clock:
+    """The fastest of `repeats` runs or more, after one that is not counted.
+
+    In processor time where processors are shared.
+    """
+    read = time.process_time if shared else time.perf_counter
+
+    def seconds(run: Callable[[], object]) -> float:
+        taken: list[float] = []
+        until = time.perf_counter() + LEAST_S
+        while len(taken) <= repeats or time.perf_counter() < until:
+            _settle(device)
+            begun = read()
+            run()
+            _settle(device)
+            taken.append(read() - begun)
+        return min(taken[1:])
+
+    return seconds
 
 
 def _settle(device: torch.device) -> None:
@@ -78,34 +105,37 @@ def _memory(device: torch.device) -> int:
     return int(free.split()[1]) * 1024
 
 
-def _products(device: torch.device, repeats: int) -> list[dict[str, Any]]:
+def _products(device: torch.device, clock: Clock) -> list[dict[str, Any]]:
     found = []
     for dtype in DTYPES[device.type]:
+        rate = math.inf
         for rows, inner, columns in SHAPES[device.type]:
+            if rows * inner * columns / rate > LONGEST_S:
+                break
             a = torch.randn(rows, inner, device=device).to(dtype)
             b = torch.randn(inner, columns, device=device).to(dtype)
-            seconds = _seconds(lambda a=a, b=b: a @ b, device, repeats)  # type: ignore[misc]
-            name = str(dtype).removeprefix("torch.")
+            seconds = clock(lambda a=a, b=b: a @ b)  # type: ignore[misc]
+            rate, name = rows * inner * columns / seconds, str(dtype).removeprefix("torch.")
             found.append({"dtype": name, "shape": [rows, inner, columns], "seconds": seconds})
     return found
 
 
-def _attention(device: torch.device, repeats: int) -> dict[str, Any]:
+def _attention(device: torch.device, clock: Clock) -> dict[str, Any]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     length = SEQUENCE[device.type]
     q = torch.randn(1, HEADS, length, HEAD_DIM, device=device, dtype=dtype)
-    seconds = _seconds(lambda: scaled_dot_product_attention(q, q, q, is_causal=True), device, repeats)
+    seconds = clock(lambda: scaled_dot_product_attention(q, q, q, is_causal=True))
     flops = 2 * HEADS * length * length * HEAD_DIM  # of the causal half
     return {"dtype": str(dtype).removeprefix("torch."), "flops": flops, "seconds": seconds}
 
 
-def _copy(device: torch.device, repeats: int) -> dict[str, Any]:
+def _copy(device: torch.device, clock: Clock) -> dict[str, Any]:
     source = torch.ones(2**24, device=device)
     target = torch.empty_like(source)
-    return {"bytes": 2 * source.nbytes, "seconds": _seconds(lambda: target.copy_(source), device, repeats)}
+    return {"bytes": 2 * source.nbytes, "seconds": clock(lambda: target.copy_(source))}
 
 
-def _kernel(device: torch.device) -> float:
+def _kernel(device: torch.device, clock: Clock) -> float:
     """Seconds that a tiny operation costs, one of a hundred."""
     x = torch.zeros(1, device=device)
 
@@ -113,35 +143,58 @@ def _kernel(device: torch.device) -> float:
         for _ in range(100):
             x.add_(1)
 
-    return _seconds(hundred, device, QUICK_REPEATS) / 100
+    return clock(hundred) / 100
 
 
-def _collectives(mesh: Mesh, sizes: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
-    group = mesh.group("world")
-    if group.size == 1:
-        return []
+def _collectives(world: World, sizes: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
+    """What each collective of each group of neighbours adds to a product, all groups at once; of `bytes` as a whole.
+
+    In the fastest rounds of both. Ranks come to a collective when their product is done, as they do in training.
+    """
     found = []
-    for elements in sizes:
-        whole = torch.ones(elements // group.size * group.size, device=mesh.device)
-        part = torch.ones(elements // group.size, device=mesh.device)
-        runs: dict[str, Callable[[], object]] = {
-            "all_reduce": lambda x=whole: all_reduce(x, group),  # type: ignore[misc]
-            "reduce_scatter": lambda x=whole: sum_to_shards(x, group).wait(),  # type: ignore[misc]
-            "all_gather": lambda x=whole, p=part: gather_shards(x, p, group).wait(),  # type: ignore[misc]
-            "send": lambda x=whole: _to_and_fro(x, mesh),  # type: ignore[misc]
-        }
-        for name, run in runs.items():
-            seconds = _seconds(run, mesh.device, repeats)
-            found.append({"operation": name, "bytes": whole.nbytes, "seconds": seconds})
+    for ranks in (n for n in range(2, world.size + 1) if world.size % n == 0):
+        mesh = Mesh(Layout(tp=ranks, dp=world.size // ranks), world.device)
+        a = torch.randn(BETWEEN, BETWEEN, device=mesh.device)
+        product = min(_round(lambda a=a: a @ a, mesh, repeats) for _ in range(ROUNDS))  # type: ignore[misc]
+        for elements in sizes:
+            whole = elements // ranks * ranks
+            for name, run in _runs(mesh, whole).items():
+                both = min(_round(lambda a=a, run=run: (a @ a, run()), mesh, repeats) for _ in range(ROUNDS))  # type: ignore[misc]
+                seconds = max(LEAST_RUN_S, both - product)
+                found.append({"operation": name, "ranks": ranks, "bytes": 4 * whole, "seconds": seconds})
     return found
 
 
-def _to_and_fro(x: torch.Tensor, mesh: Mesh) -> None:
-    """Rank 0 sends to rank 1, which sends back; the others wait in the next collective."""
-    group = mesh.group("world")
+def _runs(mesh: Mesh, elements: int) -> dict[str, Callable[[], object]]:
+    group = mesh.group("tp")
+    whole = torch.ones(elements, device=mesh.device)
+    part = torch.ones(elements // group.size, device=mesh.device)
+    runs: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: all_reduce(whole, group),
+        "reduce_scatter": lambda: sum_to_shards(whole, group).wait(),
+        "all_gather": lambda: gather_shards(whole, part, group).wait(),
+    }
+    return runs | ({"send": lambda: _to_and_fro(whole, group)} if group.size == 2 else {})
+
+
+def _round(run: Callable[[], object], mesh: Mesh, repeats: int) -> float:
+    """Seconds of one of `repeats` runs that follow each other, on the last rank to end."""
+    zero = torch.zeros(1, device=mesh.device)
+    all_reduce(zero, mesh.group("world"))
+    _settle(mesh.device)
+    begun = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    all_reduce(zero, mesh.group("world"))
+    _settle(mesh.device)
+    return (time.perf_counter() - begun) / repeats
+
+
+def _to_and_fro(x: torch.Tensor, group: Group) -> None:
+    """Rank 0 sends to rank 1, which sends back."""
     if group.rank == 0:
         send(x, group, 1).wait()
         receive(x, group, 1).wait()
-    elif group.rank == 1:
+    else:
         receive(x, group, 0).wait()
         send(x, group, 0).wait()

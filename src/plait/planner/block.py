@@ -12,7 +12,7 @@ import numpy as np
 
 from plait.planner.ground import Ground
 from plait.planner.kernels import stretch
-from plait.planner.network import exchange, wires
+from plait.planner.network import Wires, exchange, wires
 from plait.planner.shape import Block, Shape, Split
 
 COLUMNS = (
@@ -179,11 +179,10 @@ def _collectives(forward: np.ndarray, backward: np.ndarray, ground: Ground, bloc
     spec, width = ground.shape.spec, width_of(how.compute)
     if how.tp > 1:
         group = wires(ground, how.tp, how.tp_stride)
-        each = group.gather(how.tokens * spec.hidden * width)
-        forward[INDEX["tp"]] += 4 * each
-        backward[INDEX["tp"]] += (6 if how.sequence_parallel else 4) * each
-        forward[INDEX["tp_start"]] += 4 * group.start
-        backward[INDEX["tp_start"]] += (6 if how.sequence_parallel else 4) * group.start
+        passing, starting = _tensor_collectives(group, how.tokens * spec.hidden * width, how.sequence_parallel)
+        for counts, seconds, start in zip((forward, backward), passing, starting, strict=True):
+            counts[INDEX["tp"]] += seconds
+            counts[INDEX["tp_start"]] += start
     if how.cp > 1:
         group = wires(ground, how.cp, how.cp_stride)
         keys = spec.kv_heads * (spec.head_dim + spec.value_dim) / how.kv if spec.latent is None else (
@@ -198,6 +197,18 @@ def _collectives(forward: np.ndarray, backward: np.ndarray, ground: Ground, bloc
         each = exchange(ground, how.ep, how.etp, size, spec.moe.top_k)
         forward[INDEX["ep"]] += 2 * each
         backward[INDEX["ep"]] += 2 * each
+
+
+def _tensor_collectives(group: Wires, size: float, split: bool) -> tuple[tuple[float, float], tuple[float, float]]:
+    """(forward, backward) seconds on the wires, and of starts: a sum after each of two row products and one before
+    each of two columns; where tokens are split, half of it each before and after, and inputs once more in backward.
+    """
+    if not split:
+        once, start = 2 * group.reduce(size), 2 * group.start("all_reduce")
+        return (once, once), (start, start)
+    once = 2 * group.gather(size) + 2 * group.scatter(size)
+    start = 2 * group.start("all_gather") + 2 * group.start("reduce_scatter")
+    return (once, once + 2 * group.gather(size)), (start, start + 2 * group.start("all_gather"))
 
 
 @lru_cache(maxsize=4096)
@@ -222,7 +233,7 @@ def head_counts(ground: Ground, how: How) -> np.ndarray:
     if how.tp > 1:
         group = wires(ground, how.tp, how.tp_stride)
         found[:, INDEX["tp"]] = group.gather(2 * how.tokens * spec.hidden)
-        found[:, INDEX["tp_start"]] = 3 * group.start, group.start
+        found[:, INDEX["tp_start"]] = 3 * group.start(), group.start()
     return found
 
 

@@ -120,6 +120,7 @@ def recipe(ground: Ground, job: Job, blocks: bool = False) -> Recipe:
         "expert": ("expert",),
         "attention": (f"{family}.gemm16", "unfused") if stack.attention == "unfused" else attention,
         "memory": ("memory",),
+        "update": ("memory",),
         "operands": ("operands",),
         "quantise": ("quantise", "blocks") if blocks else ("quantise",),
         "kernel": ("kernel", *graphs),
@@ -138,18 +139,21 @@ def recipe(ground: Ground, job: Job, blocks: bool = False) -> Recipe:
 
 def fixed(ground: Ground, job: Job) -> dict[str, float]:
     """Rates of a job that no calibration moves: habits of its stack, and what its cluster's file has measured."""
-    measured = ground.cluster.measured
+    measured, by_itself = ground.cluster.measured, ground.cluster.device.moves_itself
     own = {
         "gemm": measured.gemm.get(job.compute),
         "wide": measured.gemm.get(job.compute if job.width >= 4 else "bfloat16"),
         "expert": measured.expert,
         "attention": measured.attention,
         "memory": measured.memory,
+        "update": measured.update,
+        "operands": measured.operands,
         "kernel": measured.kernel,
         "fast": measured.link,
         "network": measured.link,
-        "host": 0.0 if ground.cluster.device.kind == "cpu" else None,
-        "dp": float(ground.stack.overlap_dp),
+        "host": 0.0 if by_itself else None,
+        "pp": 1.0 if by_itself else None,
+        "dp": float(ground.stack.overlap_dp and not by_itself),
     }
     return {name: number for name, number in own.items() if number is not None}
 

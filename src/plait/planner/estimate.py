@@ -160,7 +160,7 @@ def _with_pipeline(ground: Ground, job: Job, known: Calibration, terms: dict[str
     """The bubble as the simulated schedule has it, with jitter in proportion."""
     made = rates(ground, job, known.constants)
     each = passes(position_counts(ground, job), made).sum(-1)  # (stages, 2): forward, backward
-    step = simulated(job, each)
+    step = simulated(job, each, ground.cluster.sharers(job.world))
     busy = sum(terms[name] for name in TERMS[: TERMS.index("bubble")])
     changed = {**terms, "bubble": step - busy}
     known_part = sum(value for name, value in changed.items() if name != "jitter")

@@ -2,6 +2,7 @@
 
 Peaks are what the best product reached here, so a measured machine's efficiencies are relative to itself. Links follow
 from the all-reduce: seconds = latency + bytes on the wire / bandwidth, the line through its smallest and largest size.
+Where ranks share processors, all figures are those of a rank with a processor of its own, and a plan has them share.
 """
 
 from __future__ import annotations
@@ -11,7 +12,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
 import tomli_w
+
+from plait.planner.passes import fit_passes, least_squares
+from plait.planner.work import ADAM
+from plait.spec.cluster import Device
 
 SLOW = 1.15  # of the others' median
 
@@ -30,7 +36,10 @@ class Probe:
     attention: tuple[str, float, float]  # dtype, FLOP, seconds
     copied: tuple[float, float]  # bytes, seconds
     kernel: float
-    collectives: tuple[tuple[str, float, float], ...]  # operation, bytes, seconds
+    collectives: tuple[tuple[str, int, float, float], ...]  # operation, ranks, bytes, seconds
+    cores: int | None = None  # of the host
+    passes: tuple[Mapping[str, Any], ...] = ()  # of small blocks and heads
+    updated: tuple[float, float] | None = None  # elements, seconds of an optimizer's update
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Probe:
@@ -40,13 +49,19 @@ class Probe:
             rows, inner, columns = one["shape"]
             flops = 2.0 * rows * inner * columns
             products[one["dtype"]] = (*products.get(one["dtype"], ()), (flops, one["seconds"]))
-        attention, copy = found["attention"], found["copy"]
+        attention, copy, update = found["attention"], found["copy"], found["update"]
         return cls(
             found["rank"], found["kind"], found["name"], found["memory"], found["ranks"], found["local"], products,
             (attention["dtype"], attention["flops"], attention["seconds"]), (copy["bytes"], copy["seconds"]),
             found["kernel"],
-            tuple((one["operation"], one["bytes"], one["seconds"]) for one in found["collectives"]),
+            tuple((one["operation"], one["ranks"], one["bytes"], one["seconds"]) for one in found["collectives"]),
+            found["cores"], tuple(found["passes"]), update and (update["elements"], update["seconds"]),
         )  # fmt: skip
+
+    @property
+    def sharers(self) -> float:
+        """Ranks on each core."""
+        return max(1.0, self.local / self.cores) if self.cores else 1.0
 
     def peak(self, dtype: str) -> float:
         """The best rate of a product."""
@@ -78,10 +93,12 @@ def slow_ranks(probes: Sequence[Probe]) -> list[str]:
 
 
 def wires_of(probe: Probe) -> tuple[float, float]:
-    """(bytes per second of one rank, seconds of one message) from the all-reduces."""
-    n = probe.ranks
+    """(bytes per second of one rank, seconds of one message) from the all-reduces of the largest group."""
+    n = max((ranks for _, ranks, _, _ in probe.collectives), default=1)
     times = sorted(
-        (2 * size * (n - 1) / n, seconds) for name, size, seconds in probe.collectives if name == "all_reduce"
+        (2 * size * (n - 1) / n, seconds / probe.sharers)
+        for name, ranks, size, seconds in probe.collectives
+        if name == "all_reduce" and ranks == n
     )
     if not times:
         return 1e12, 0.0
@@ -93,27 +110,69 @@ def wires_of(probe: Probe) -> tuple[float, float]:
     return bandwidth, max(0.0, soon - small / bandwidth) / rounds
 
 
+# Of a tensor of so many bytes: what each of n ranks sends.
+SENT: Mapping[str, Callable[[float, int], float]] = {
+    "all_reduce": lambda size, n: 2 * size * (n - 1) / n,
+    "all_gather": lambda size, n: size * (n - 1) / n,
+    "reduce_scatter": lambda size, n: size * (n - 1) / n,
+    "send": lambda size, n: 2 * size,  # to and fro
+}
+
+
+def timed_of(probe: Probe) -> list[dict[str, Any]]:
+    """Each collective of each group as start and bandwidth: the line that misses all sizes least, relatively."""
+    found = []
+    for name, ranks in dict.fromkeys((name, ranks) for name, ranks, _, _ in probe.collectives):
+        sizes = [(SENT[name](size, ranks), t) for other, n, size, t in probe.collectives if (other, n) == (name, ranks)]
+        design = np.array([[1 / seconds, sent / seconds] for sent, seconds in sizes]) * probe.sharers
+        start, each = (float(x) for x in least_squares(design, np.ones(len(sizes))))
+        messages = 2 if name == "send" else 1
+        found.append({"operation": name, "ranks": ranks, "start": start / messages, "bandwidth": 1 / max(each, 1e-12)})
+    return found
+
+
 def cluster_toml(probes: Sequence[Probe]) -> str:
     """A cluster file: the slowest rank's device, for a step waits for it, and the links as rank 0 saw them."""
     first = probes[0]
     peaks = {dtype: min(probe.peak(dtype) for probe in probes) for dtype in first.products}
     bandwidth, latency = wires_of(first)
-    dtype, flops, seconds = first.attention
     share = 1.0 if first.kind == "cuda" else 1 / first.local  # processes of one host share its memory
     device = {
         "name": first.name, "kind": first.kind, "memory": int(min(p.memory for p in probes) * share),
         "bandwidth": min(probe.bandwidth for probe in probes), "source": "plait measure", "peaks": peaks,
     }  # fmt: skip
     link = {"bandwidth": bandwidth, "latency": latency, "source": "plait measure: all-reduce"}
-    measured = {
-        "gemm": {name: _mean_rate(first, name) / peaks[name] for name in peaks},
-        "attention": flops / seconds / peaks.get("bfloat16" if first.kind == "cuda" else dtype, peaks[dtype]),
-        "memory": 1.0,
-        "kernel": first.kernel,
-        "link": 1.0,
-    }
-    document = {"name": "measured", "node": first.local, "device": device, "links": [link], "measured": measured}
+    alone = _alone(first, peaks)
+    measured = alone | _of_passes(first, device, alone["attention"]) | {"link": 1.0, "collectives": timed_of(first)}
+    cores = {"cores": float(first.cores)} if first.cores else {}
+    document = {
+        "name": "measured", "node": first.local, **cores, "device": device, "links": [link], "measured": measured,
+    }  # fmt: skip
     return tomli_w.dumps(document)
+
+
+def _alone(probe: Probe, peaks: Mapping[str, float]) -> dict[str, Any]:
+    """What single operations say of a device."""
+    dtype, flops, seconds = probe.attention
+    return {
+        "gemm": {name: _mean_rate(probe, name) / peaks[name] for name in peaks},
+        "attention": flops / seconds / peaks.get("bfloat16" if probe.kind == "cuda" else dtype, peaks[dtype]),
+        "memory": 1.0,
+        "kernel": probe.kernel,
+    }
+
+
+def _of_passes(probe: Probe, device: Mapping[str, Any], attention: float) -> dict[str, Any]:
+    """What passes of whole blocks say, which goes before: in a program operations meet other caches than alone."""
+    if not probe.passes or probe.updated is None:
+        return {}
+    fit = fit_passes(Device.model_validate(device), attention, probe.passes)
+    elements, seconds = probe.updated
+    gemm = {name: _mean_rate(probe, name) / probe.peak(name) for name in probe.products} | {"float32": fit.gemm}
+    return {
+        "gemm": gemm, "memory": fit.memory, "operands": fit.operands,
+        "kernel": fit.kernel, "update": ADAM * elements / seconds / probe.bandwidth,
+    }  # fmt: skip
 
 
 def _mean_rate(probe: Probe, dtype: str) -> float:

@@ -23,6 +23,7 @@ class Rates(NamedTuple):
     expert: Numbers  # relative to gemm
     attention: Numbers  # of the 16-bit peak
     memory: Numbers  # of the memory's bandwidth
+    update: Numbers  # the same, by the optimizer
     operands: Numbers  # visible part of reading and writing operands
     quantise: Numbers  # cost of narrowing relative to its traffic
     kernel: Numbers  # seconds of one kernel's start
@@ -55,6 +56,7 @@ class Counted(NamedTuple):
     update: Numbers
     world: Numbers
     fill: Numbers
+    sharers: Numbers
 
 
 TERMS = (
@@ -106,11 +108,23 @@ def seconds(work: Counted, rates: Rates) -> np.ndarray:
     busy = micro_batches[..., None] * busiest.sum(-2)
     bubble = (total.sum((-1, -2)) - busiest.sum((-1, -2))) * work.fill
     forward, backward = busiest.sum(-1)[..., 0], busiest.sum(-1)[..., 1]
-    data = data_parallel(work, rates, forward, backward)
-    update = work.update / rates.memory + rates.step
+    sharers = np.asarray(work.sharers)
+    data = sharers * data_parallel(work, rates, forward, backward)
+    update = sharers * (work.update / rates.update + rates.step)
+    busy, bubble = share(busy, bubble, (sharers * micro_batches / work.positions)[..., None] * total.sum(-2), sharers)
     known = busy.sum(-1) + bubble + data + update
     jitter = known * rates.jitter * np.log2(np.maximum(1.0, np.asarray(work.world) / 8))
     return np.concatenate([busy, np.stack([bubble, data, update, jitter], axis=-1)], axis=-1)
+
+
+def share(busy: np.ndarray, bubble: np.ndarray, work: np.ndarray, sharers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Busy seconds by term, and idle ones, of ranks of which `sharers` share a processor.
+
+    `work` is what all positions' passes take of all processors: who waits lends its own, so that work decides, unless
+    even with a processor for each rank the pipeline takes longer.
+    """
+    decides = (sharers > 1) & (work.sum(-1) > busy.sum(-1) + bubble)
+    return np.where(decides[..., None], work, busy), np.where(decides, 0.0, bubble)
 
 
 def data_parallel(work: Counted, rates: Rates, forward: Numbers, backward: Numbers) -> Numbers:

@@ -31,6 +31,7 @@ class Stack(Spec):
     grad_bytes: int = 4
     reduce_bytes: int = 4
     gather_bytes: int = 2  # of weights that ZeRO 1 sends back after the update, or ZeRO 3 before use
+    bucket: int = 0  # elements from which on a buffer is reduced, below ZeRO 3; 0: all at once
     zero: int = Field(1, ge=0, le=3)  # where nothing is said
     overlap_dp: bool = True  # reductions beside the backward pass, gathers beside the forward pass
     overlap_tp: bool = False  # tensor-parallel collectives in pieces beside their products

@@ -7,6 +7,7 @@ counts nor the search need them. What one block does is counted in `block.py`.
 from __future__ import annotations
 
 from functools import lru_cache
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ from plait.planner.network import wires
 from plait.planner.shape import Place, Shape, Split
 from plait.schedule import GENERATORS, PassSeconds, Size
 from plait.spec.flops import flops_per_token
+
+ADAM = 4 + 8 + 16 + 2  # bytes that an update reads and writes of an element
 
 
 class Work(NamedTuple):
@@ -39,6 +42,7 @@ class Work(NamedTuple):
     update: float  # seconds of memory traffic of the optimizer
     world: int
     fill: float  # of the other positions' passes that the busiest one waits for: 1 for 1F1B, 1/v interleaved
+    sharers: float  # ranks that share a processor
 
 
 def work(ground: Ground, job: Job) -> Work:
@@ -51,7 +55,7 @@ def work(ground: Ground, job: Job) -> Work:
     return Work(
         stage, last, total, job.micro_batches, job.pp, job.chunks, reduce, gather, start, job.zero == 3,
         _update(ground.shape, job) / ground.cluster.device.bandwidth, job.world,
-        _fill(job.schedule, job.pp, job.micro_batches, job.chunks),
+        _fill(job.schedule, job.pp, job.micro_batches, job.chunks), ground.cluster.sharers(job.world),
     )  # fmt: skip
 
 
@@ -131,10 +135,12 @@ def _message(ground: Ground, how: How, stride: int) -> np.ndarray:
     """Seconds of one activation (and of its gradient) between neighbouring stages, cut over tp where both sides hold
     it so or can gather it.
     """
-    link, stack = ground.cluster.link(2, stride), ground.stack
-    whole = width_of(how.compute) * how.tokens * ground.shape.spec.hidden / link.bandwidth
+    cluster, stack = ground.cluster, ground.stack
+    link, timed = cluster.link(2, stride), cluster.timed("send", 2)
+    bandwidth, start = (link.bandwidth, link.latency) if timed is None else (timed.bandwidth, timed.start)
+    whole = width_of(how.compute) * how.tokens * ground.shape.spec.hidden / bandwidth
     cut = np.array([how.tp if stack.scatter_messages else 1, how.tp if stack.scatter_gradients else 1])
-    return whole / cut + link.latency
+    return whole / cut + start
 
 
 def _frame(job: Job) -> Job:
@@ -160,14 +166,25 @@ def _data_parallel(ground: Ground, job: Job) -> tuple[float, float, float]:
             continue
         stride = min(job.stride("dp"), job.stride("cp") if job.cp > 1 else job.world)
         inside = wires(ground, shards, stride)
-        size = elements * stack.reduce_bytes
-        reduce += inside.reduce(size) if job.zero == 0 else inside.gather(size)
+        size, calls = elements * stack.reduce_bytes, _calls(ground, job, elements)
+        reduce += inside.reduce(size) if job.zero == 0 else inside.scatter(size)
+        reduce += calls * inside.start("reduce_scatter" if job.zero else "all_reduce")
         if ranks > shards:
             reduce += wires(ground, ranks // shards, stride * shards).reduce(size / shards)
         if job.zero:
-            gather += inside.gather(elements * stack.gather_bytes)
-        start += 2 * inside.start * (len(shape.layers) / job.pp if job.zero == 3 else 1)
+            gather += inside.gather(elements * max(stack.gather_bytes, width_of(job.compute)))
+            gather += calls * inside.start("all_gather")
+        start += 0 if calls else 2 * inside.start() * (len(shape.layers) / job.pp if job.zero == 3 else 1)
     return reduce, gather, start
+
+
+def _calls(ground: Ground, job: Job, elements: float) -> float:
+    """Collectives, one for each buffer, whose starts cost time: none where they run beside the backward pass."""
+    if not ground.cluster.device.moves_itself:
+        return 0.0
+    units = len(ground.shape.layers) / job.pp + (2 if job.pp == 1 else 1)
+    together = max(1, ceil(ground.stack.bucket / (elements / units))) if job.zero < 3 else 1
+    return max(1.0, units / together) if ground.stack.bucket or job.zero == 3 else 1.0
 
 
 @lru_cache(maxsize=16384)
@@ -187,4 +204,4 @@ def _update(shape: Shape, job: Job) -> float:
     dense, experts = _elements(shape, job.split(shape), job.pp)
     if job.zero:
         dense, experts = dense / job.shards, experts / min(job.expert_copies, job.shards)
-    return (4 + 8 + 16 + 2) * (dense + experts)
+    return ADAM * (dense + experts)

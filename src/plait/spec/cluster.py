@@ -34,6 +34,11 @@ class Device(Spec):
     units: int | None = None  # multiprocessors, each at one tile of a product at a time; None: any share of one
     source: str = ""
 
+    @property
+    def moves_itself(self) -> bool:
+        """Whether what computes is also its own host and moves what is sent, so that nothing runs beside anything."""
+        return self.kind == "cpu"
+
     def peak(self, dtype: str) -> float:
         """Dense FLOP per second in a dtype. Raises UsageError where the device has none: no other peak stands in."""
         if dtype not in self.peaks:
@@ -52,6 +57,15 @@ class Link(Spec):
     source: str = ""
 
 
+class Timed(Spec):
+    """A collective of neighbours, measured: seconds are `start` + bytes that a ring sends from a rank / `bandwidth`."""
+
+    operation: Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
+    ranks: int = Field(ge=2)
+    start: float = Field(ge=0)
+    bandwidth: float = Field(gt=0)
+
+
 class Measured(Spec):
     """What `plait measure` found: fractions of the device's peaks and of its links, and seconds of one kernel's start.
 
@@ -62,8 +76,11 @@ class Measured(Spec):
     expert: float | None = None  # grouped products of experts, relative to a dense product
     attention: float | None = None
     memory: float | None = None
+    operands: float | None = None  # part of a product's reading and writing that its arithmetic does not hide
+    update: float | None = None  # of the memory's bandwidth, by an optimizer's update
     kernel: float | None = None
     link: float | None = None
+    collectives: tuple[Timed, ...] = ()
 
 
 class Cluster(Spec):
@@ -74,7 +91,18 @@ class Cluster(Spec):
     node: int = Field(ge=1)
     links: tuple[Link, ...]
     devices: int | None = None  # how many there are; None: as many as asked for
+    cores: float | None = Field(None, gt=0)  # of a node, shared by its devices, which are processes; None: not shared
     measured: Measured = Measured()
+
+    def sharers(self, world: int) -> float:
+        """Devices at work on each core of a node where `world` of them are: 1 where each has one of its own."""
+        return max(1.0, min(world, self.node) / self.cores) if self.cores else 1.0
+
+    def timed(self, operation: str, ranks: int) -> Timed | None:
+        """What was measured of a collective in the smallest group that holds `ranks`, or else in the largest."""
+        alike = [one for one in self.measured.collectives if one.operation == operation]
+        found = sorted(alike, key=lambda one: one.ranks)
+        return next((one for one in found if one.ranks >= ranks), found[-1] if found else None)
 
     def link(self, ranks: int, stride: int = 1) -> Link:
         """The narrowest link that a group of `ranks` crosses whose neighbours are `stride` ranks apart."""
@@ -112,7 +140,10 @@ def load_cluster(name: str) -> Cluster:
             raise UsageError(f"{path}: device {device!r} is unknown", f"{near}; or a table [device] with its figures")
         table = {**table, "device": _read(of_catalogue)}
     try:
-        return Cluster.model_validate({**table, "links": tuple(table.get("links", ()))})
+        measured = dict(table.get("measured", {}))
+        if "collectives" in measured:
+            measured["collectives"] = tuple(measured["collectives"])
+        return Cluster.model_validate({**table, "links": tuple(table.get("links", ())), "measured": measured})
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
