@@ -20,6 +20,7 @@ from plait.models.attention import seen
 from plait.parallel import ring as blocks
 from plait.parallel.context import enough_heads
 from plait.parallel.traffic import TrafficCounter, total
+from plait.placement.tiles import tiles
 from plait.placement.tokens import ring_runs, tokens_in
 from plait.proof.verify import check, proof_run, samples_of
 from plait.spec.errors import InvalidRun
@@ -104,7 +105,7 @@ def test_tiles_cover_what_is_seen_once_and_full_ones_hold_nothing_else(
         for source in range(ring):
             visible = seen(places[rank], places[source], window, None)
             covered = torch.zeros_like(visible, dtype=torch.int64)
-            for tile in blocks.tiles(runs[rank], runs[source], window, documents):
+            for tile in tiles(runs[rank], runs[source], window, documents):
                 covered[tile.queries, tile.keys] += 1
                 part = visible[tile.queries, tile.keys]
                 if tile.kind == "full":
@@ -120,7 +121,7 @@ def test_a_zigzag_step_is_one_rectangle_that_is_full() -> None:
     runs = ring_runs(64, 4, 2)
     for rank in range(4):
         for source in range(4):
-            (tile,) = blocks.tiles(runs[rank], runs[source], None, False)
+            (tile,) = tiles(runs[rank], runs[source], None, False)
             assert tile.kind == ("causal" if rank == source else "full")
 
 

@@ -1,10 +1,12 @@
-"""The plan of a run that plait trains is what a count of its own step finds: every call, every byte of the states."""
+"""The plan of a run that plait trains is what a count of its own step finds: every call, every byte of the states, and
+the bytes at the peak."""
 
 from __future__ import annotations
 
 import pytest
 
 from plait.planner.seat import Seat
+from plait.planner.sized.step import peak
 from plait.planner.traffic import collectives
 from plait.proof.count import count
 from plait.proof.draw import draw_run
@@ -26,7 +28,9 @@ def drawn(number: int) -> RunSpec:
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("number", range(RUNS))
-def test_planned_collectives_and_states_are_those_that_are_counted(number: int) -> None:
+def test_planned_collectives_and_states_are_those_that_are_counted_and_memory_is_within_three_percent(
+    number: int,
+) -> None:
     """First and last rank. Experts are routed evenly on both sides: what travels to them is nobody's to know before."""
     run = drawn(number)
     layout = fit(run)
@@ -35,3 +39,6 @@ def test_planned_collectives_and_states_are_those_that_are_counted(number: int) 
         seat = Seat(run, layout, counted.rank)
         assert collectives(seat) == counted.collectives
         assert seat.states() == counted.states
+        planned = sum(seat.states().values()) + sum(peak(seat))
+        found = sum(counted.states.values()) + counted.activations + counted.buffers
+        assert planned == pytest.approx(found, rel=0.03), (peak(seat), counted)

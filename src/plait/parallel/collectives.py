@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -83,6 +83,13 @@ class Group:
     def exchanges(self) -> bool:
         """Whether buffers travel as messages. gloo's all-gather and all-to-all copy everything once more than these."""
         return self.backend == "gloo" and self.device == "cpu"
+
+
+# Operators whose result is a tensor that they were given: without memory, torch would make another one.
+GIVEN: Mapping[Any, Callable[[Any, Any], Any]] = {
+    _op.wait_tensor.default: lambda args, kwargs: args[0],
+    _op.all_gather_into_tensor_out.default: lambda args, kwargs: kwargs["out"],
+}
 
 
 # --- functional pairs over one dim ---------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from plait.parallel import collectives as comm
 from plait.parallel import ring as blocks
 from plait.parallel.collectives import Group
 from plait.parallel.mesh import Mesh
+from plait.placement.tiles import Tile, tiles
 from plait.placement.tokens import Runs, ring_chunks, ring_runs, tokens_in
 from plait.spec.run import RunSpec
 
@@ -113,12 +114,12 @@ class Attend:
     def scale(self, q: Tensor) -> float:
         return float(self.core.scale or q.shape[-1] ** -0.5)
 
-    def tiles(self, source: int) -> list[blocks.Tile]:
+    def tiles(self, source: int) -> list[Tile]:
         """What queries here see of the keys of ring rank `source`."""
         runs, documents = self.context.runs, self.where.row_documents
-        return blocks.tiles(runs[self.rank], runs[source], self.core.window, documents is not None)
+        return tiles(runs[self.rank], runs[source], self.core.window, documents is not None)
 
-    def masks(self, tile: blocks.Tile, source: int, q: Tensor) -> blocks.Masks:
+    def masks(self, tile: Tile, source: int, q: Tensor) -> blocks.Masks:
         """What a kernel must heed in a tile."""
         queries, keys = self.places[self.rank][tile.queries], self.places[source][tile.keys]
         visible = None

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from time import perf_counter
 from typing import Protocol, TypeVar
 
@@ -24,7 +23,7 @@ from plait.parallel.collectives import Group, Transfer
 from plait.parallel.mesh import Mesh
 from plait.parallel.outcome import lost_peer
 from plait.parallel.stage import Signature, Stage, Tensors
-from plait.schedule import WEIGHT_GRADIENTS, Action, Kind, Message, Program, Schedule, Span
+from plait.schedule import Action, Kind, Message, Schedule, Span, completing
 from plait.schedule.standing import standing
 from plait.spec.errors import PlaitError
 
@@ -199,18 +198,6 @@ class Pipeline:
             _check_signature(message, tensors, expected)
             waiting = self._leaving if schedule.crosses(message) else self._arrived
             waiting[message] = tensors
-
-
-@lru_cache(maxsize=16)
-def completing(program: Program) -> frozenset[Action]:
-    """Each stage's last weight gradient before each of its reductions."""
-    last: dict[int, Action] = {}
-    found = set()
-    for action in program:
-        last |= {part.stage: part for part in action.parts if part.kind in WEIGHT_GRADIENTS}
-        if action.kind is Kind.REDUCE:
-            found.add(last[action.stage])
-    return frozenset(found)
 
 
 def _message(action: Action) -> Message:

@@ -1,4 +1,4 @@
-"""Blocks of attention: kernels that give a block's output beside its log-sum-exp, and which blocks a ring rank needs.
+"""Blocks of attention: kernels that give a block's output beside its log-sum-exp.
 
 A block's softmax is over the keys of the block alone. Two blocks of one query merge exactly: their weights are the
 exponentials of their log-sum-exps (Liu et al. 2023, ring attention; Dao et al. 2022 for the backward from the whole
@@ -10,79 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from plait.placement.tokens import Runs
-
 SCORES = 2**22  # elements of a matrix of scores that the plain kernel makes at once
-
-
-class Tile(NamedTuple):
-    """Some queries (a slice of this rank's tokens) against some keys (a slice of the block's).
-
-    `kind`: "full", every query sees every key; "causal", the same tokens; "masked", look.
-    """
-
-    queries: slice
-    keys: slice
-    kind: str
-
-
-def tiles(queries: Runs, keys: Runs, window: int | None, documents: bool) -> list[Tile]:
-    """What a rank's queries can see of a block's keys, in as few tiles as there are rectangles."""
-    if queries == keys and window is None:
-        everything = slice(0, sum(stop - start for start, stop in queries))
-        found = [Tile(everything, everything, "causal")]
-    else:
-        found = _merged([
-            Tile(q_slice, k_slice, kind)
-            for k, k_slice in _sliced(keys)
-            for q, q_slice in _sliced(queries)
-            if (kind := _kind(q, k, window)) is not None
-        ])  # fmt: skip
-    return [tile._replace(kind="masked") for tile in found] if documents else found
-
-
-def _sliced(runs: Runs) -> Iterator[tuple[tuple[int, int], slice]]:
-    """Each run with its place among this rank's tokens."""
-    offset = 0
-    for start, stop in runs:
-        yield (start, stop), slice(offset, offset + stop - start)
-        offset += stop - start
-
-
-def _kind(q: tuple[int, int], k: tuple[int, int], window: int | None) -> str | None:
-    """How run q sees run k; None where it sees nothing of it."""
-    reach = math.inf if window is None else window
-    if k[0] >= q[1] or q[0] - (k[1] - 1) >= reach:
-        return None
-    if k[1] - 1 <= q[0] and q[1] - 1 - k[0] < reach:
-        return "full"
-    return "causal" if q == k and q[1] - q[0] <= reach else "masked"
-
-
-def _merged(found: list[Tile]) -> list[Tile]:
-    """Full tiles that lie side by side as one: first along the queries, then along the keys."""
-    for along, across in (("queries", "keys"), ("keys", "queries")):
-        merged: list[Tile] = []
-        for tile in sorted(found, key=lambda t: (getattr(t, across).start, getattr(t, along).start)):
-            last = merged[-1] if merged else None
-            beside = (
-                last is not None
-                and last.kind == tile.kind == "full"
-                and getattr(last, across) == getattr(tile, across)
-                and getattr(last, along).stop == getattr(tile, along).start
-            )
-            if last is not None and beside:
-                span = slice(getattr(last, along).start, getattr(tile, along).stop)
-                merged[-1] = Tile(**{**last._asdict(), along: span})
-            else:
-                merged.append(tile)
-        found = merged
-    return found
 
 
 # --- kernels: (B, h, T, D) queries against (B, kv, N, D) keys ---------------------------------------------------------

@@ -188,9 +188,9 @@ class Row:
         return comm.sum_in_place(self._sum.to(self.dtypes.reduce), self.sharing.repeat)
 
     def finish_repeat(self, transfer: Transfer | None) -> None:
-        """Keep the sum."""
-        if transfer is not None:
-            self._sum = transfer.wait().to(self.dtypes.accumulate)
+        """Keep the sum where the rank's own was."""
+        if transfer is not None and self._sum is not None:
+            self._sum.copy_(transfer.wait())
 
     def held(self) -> dict[str, list[Tensor]]:
         """The weights, gradients and master copy that stand in memory now; what was freed has no bytes."""

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.models.decoder import PassThrough
 from plait.parallel import collectives as comm
 from plait.parallel.collectives import Group
 from plait.parallel.mesh import Mesh
@@ -291,7 +292,9 @@ def gather_by_unit(stages: Mapping[int, nn.Module], states: States) -> None:
     """Wrap each part of each stage that reads weights which have to be gathered."""
     for index, stage in stages.items():
         blocks = [f"blocks.{name}" for name, _ in stage.get_submodule("blocks").named_children()]
-        reading = {path: states.reading(index, path) for path in ("embedding", *blocks, "head")}
+        # An end that another stage has reads nothing here, even where its table is tied to one that is here.
+        parts = [p for p in ("embedding", *blocks, "head") if not isinstance(stage.get_submodule(p), PassThrough)]
+        reading = {path: states.reading(index, path) for path in parts}
         units = {path: Unit(rows, states.keep) for path, rows in reading.items() if rows}
         for before, after in pairwise(units.values()):
             before.after, after.before = after, before

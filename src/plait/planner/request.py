@@ -17,6 +17,7 @@ from plait.planner.ground import Ground
 from plait.planner.job import WIDTHS, Job, job_of
 from plait.planner.search import Found, Want, describe, search
 from plait.planner.seat import Seat
+from plait.planner.sized.step import peak
 from plait.planner.stack import load_stack
 from plait.planner.traffic import collectives
 from plait.spec.cluster import load_cluster
@@ -136,7 +137,7 @@ def one(asked: Asked) -> Job:
 
 def exact(asked: Asked) -> dict[str, Any]:
     """Of a run that plait itself trains as it stands: what its first and its last rank send in a step, by axis and
-    operation, and their model states, to the byte."""
+    operation, their model states, and the most bytes of activations and buffers beside those, on a CPU's kernels."""
     if asked.searched or asked.ground.stack.name != "plait" or asked.compute != asked.run.precision.compute:
         return {}
     layout = fit(asked.run, asked.world)
@@ -144,6 +145,7 @@ def exact(asked: Asked) -> dict[str, Any]:
     return {
         "collectives": {str(seat.rank): collectives(seat) for seat in seats},
         "states": {str(seat.rank): seat.states() for seat in seats},
+        "peaks": {str(seat.rank): peak(seat)._asdict() for seat in seats},
     }
 
 

@@ -15,7 +15,7 @@ from plait.placement.buffer import SHARDING
 from plait.placement.bytes import SIZES, element_bytes
 from plait.placement.place import Placements
 from plait.placement.stages import StageMap
-from plait.schedule.actions import DROP, REDUCE, Action, Program, W
+from plait.schedule.actions import DROP, REDUCE, Action, Program, Schedule, W
 from plait.schedule.of_run import schedules
 from plait.spec.layout import Coordinates, Layout
 from plait.spec.run import SHARD_UNITS, RunSpec
@@ -94,8 +94,12 @@ class Seat:
         return tuple(found)
 
     @cached_property
+    def schedule(self) -> Schedule:
+        return schedules(self.run, self.layout.dp)[0]
+
+    @property
     def program(self) -> Program:
-        return schedules(self.run, self.layout.dp)[0].programs[self.at.pp]
+        return self.schedule.programs[self.at.pp]
 
     @property
     def micro_batches(self) -> int:

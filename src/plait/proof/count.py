@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.data import Batch
 from plait.models.decoder import Decoder
@@ -25,16 +26,14 @@ from plait.parallel.mesh import Mesh
 from plait.parallel.parallelize import parallelize
 from plait.parallel.traffic import TrafficCounter
 from plait.parallel.world import alone
+from plait.planner.steady import activations_along, along, counted_lengths
 from plait.proof.even import routed_evenly
-from plait.schedule import GENERATORS, Size
 from plait.spec.fit import fit
 from plait.spec.layout import Layout
-from plait.spec.pipeline import chunks_of
 from plait.spec.run import RunSpec
 from plait.train.memory import RankMemory, Watch
 from plait.train.step import Step
 
-ONE, LONG = 1, 8  # a step of one micro-batch; bytes of a token's or a label's number
 Rows = dict[tuple[str, str], tuple[float, float]]  # (axis, operation) -> (calls, bytes sent)
 
 
@@ -76,37 +75,26 @@ def _count(run: RunSpec, layout: Layout, rank: int, backend: str) -> Count:
         mesh = Mesh(layout, "cpu", backend)
         steps = [_step(run, mesh, length) for length in lengths]
     (first, held), (last, most) = steps[0], steps[-1]
-    times = (micro_batches - lengths[0]) / (lengths[-1] - lengths[0]) if len(lengths) > 1 else 0.0
     collectives: dict[str, dict[str, dict[str, int]]] = {}
     for key in sorted(last):
-        calls, sent = (a + (b - a) * times for a, b in zip(first[key], last[key], strict=True))
-        collectives.setdefault(key[0], {})[key[1]] = {"calls": round(calls), "bytes": round(sent)}
+        calls, sent = (round(along(lengths, found, micro_batches)) for found in zip(first[key], last[key], strict=True))
+        collectives.setdefault(key[0], {})[key[1]] = {"calls": calls, "bytes": sent}
     states = {kind: getattr(most, kind) for kind in ("weights", "gradients", "master", "moments")}
-    if lengths[0] == ONE:  # what a further micro-batch adds to the peak is its tokens and labels
-        grown = 2 * LONG * run.batch.micro_size * (run.batch.sequence // layout.cp) * (micro_batches - lengths[-1])
-        activations = most.activations + grown
-    else:
-        activations = round(held.activations + (most.activations - held.activations) * times)
+    peaks = held.activations, most.activations
+    activations = activations_along(run, layout, lengths, peaks, micro_batches)
     return Count(rank, states, activations, most.buffers, collectives, micro_batches, lengths)
 
 
-def counted_lengths(run: RunSpec, layout: Layout, rank: int, micro_batches: int) -> tuple[int, ...]:
-    """The micro-batches of the steps that are run in place of one of so many: two numbers, or the number itself.
+class _Given(TorchDispatchMode):
+    """What a collective was given and returns has no memory of its own here either."""
 
-    Once 2·pp messages have left, a rank has as many on their way as it ever has (`SENDS_IN_FLIGHT`), and holds as many
-    micro-batches: then the other step has one, since what is sent is affine from there. Or it holds one more of each
-    further one, and two long steps say how much that is. Stages that take turns do so by groups of pp micro-batches, of
-    which the first ones are longer where pp does not divide them all.
-    """
-    pp, chunks = layout.pp, chunks_of(run.schedule)
-    period = pp if chunks > 1 else 1
-    few = 2 * pp + 2 + (micro_batches - 2 * pp - 2) % period + micro_batches % period * period
-    more = few + period
-    if micro_batches <= more or run.schedule.file is not None:
-        return (micro_batches,)
-    live = GENERATORS[run.schedule.name].peak_live
-    few_live, more_live = (live(Size(pp, n, chunks), layout.coordinates(rank).pp) for n in (few, more))
-    return (few, more) if more_live > few_live else (ONE, few)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = comm.GIVEN.get(func)
+        return func(*args, **(kwargs or {})) if given is None else given(args, kwargs)
+
+
+def _given() -> TorchDispatchMode:
+    return _Given()  # type: ignore[no-untyped-call]
 
 
 def _step(run: RunSpec, mesh: Mesh, micro_batches: int) -> tuple[Rows, RankMemory]:
@@ -114,12 +102,13 @@ def _step(run: RunSpec, mesh: Mesh, micro_batches: int) -> tuple[Rows, RankMemor
     rows, length = micro_batches * run.batch.micro_size, run.batch.sequence
     batch = run.batch.model_copy(update={"global_size": rows * mesh.layout.dp})
     run = run.model_copy(update={"batch": batch})
-    with FakeTensorMode(), routed_evenly(), mock.patch.object(comm, "read", lambda x: [1.0] * x.numel()):
+    with FakeTensorMode(), _given(), routed_evenly(), mock.patch.object(comm, "read", lambda x: [1.0] * x.numel()):
         empty = lambda tensor, rectangle: torch.empty([stop - start for start, stop in rectangle])  # noqa: E731
         parallel = parallelize(Decoder(run.model), mesh, run, empty)
         step = Step(run, mesh, parallel)
         tokens = torch.zeros(rows, length, dtype=torch.int64)
-        mine = Batch(tokens, tokens, torch.arange(rows), torch.arange(length), None)
+        places = torch.zeros(rows, length, dtype=torch.int64) if run.data.mask_documents else torch.arange(length)
+        mine = Batch(tokens, tokens, torch.arange(rows), places, places if run.data.mask_documents else None)
         watch = Watch(parallel, mesh.device)
         with TrafficCounter(mesh.axes()) as counter:
             with watch():

@@ -1,6 +1,6 @@
 """WHEN: pipeline schedules as data. Generate, lower, check, simulate, draw: one list, and every reader reads it."""
 
-from plait.schedule.actions import COMPUTE, WEIGHT_GRADIENTS, Action, Kind, Message, Program, Schedule
+from plait.schedule.actions import COMPUTE, WEIGHT_GRADIENTS, Action, Kind, Message, Program, Schedule, completing
 from plait.schedule.check import check
 from plait.schedule.draw import draw
 from plait.schedule.generators import GENERATORS, Generator, PassSeconds, forward_of, generate
@@ -28,6 +28,7 @@ __all__ = [
     "Span",
     "Timeline",
     "check",
+    "completing",
     "draw",
     "forward_of",
     "generate",

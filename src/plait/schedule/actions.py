@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 
@@ -85,6 +85,18 @@ class Action(NamedTuple):
 
 
 Program = tuple[Action, ...]
+
+
+@lru_cache(maxsize=16)
+def completing(program: Program) -> frozenset[Action]:
+    """Each stage's last weight gradient before each of its reductions."""
+    last: dict[int, Action] = {}
+    found = set()
+    for action in program:
+        last |= {part.stage: part for part in action.parts if part.kind in WEIGHT_GRADIENTS}
+        if action.kind is REDUCE:
+            found.add(last[action.stage])
+    return frozenset(found)
 
 
 @dataclass(frozen=True)
