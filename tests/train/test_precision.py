@@ -201,15 +201,21 @@ def test_a_tiny_model_learns_in_half_precision_as_it_does_in_single(compute: str
 @pytest.mark.proof
 @pytest.mark.timeout(1800)
 def test_the_built_in_run_reaches_in_bf16_the_loss_of_single_within_one_percent() -> None:
-    """At every one of the last steps. Roundings lead to another run, which may be the better one: by up to 4 % here."""
+    """From the same numbers: those that bf16 has, since single precision from other ones ends up to 3 % away itself."""
     run = RunSpec()
     run = run.model_copy(update={"layout": run.layout.model_copy(update={"dp": 2})})
 
     def job(world: World, asked: RunSpec) -> list[float]:
-        return [metrics.loss for metrics in train_steps(prepare(asked, world))]
+        training = prepare(asked, world)
+        with torch.no_grad():
+            for master in training.step.masters:
+                master.copy_(master.bfloat16())
+        training.parallel.states.publish()
+        return [metrics.loss for metrics in train_steps(training)][-20:]
 
     single, half = (
         launch(2, job, run.model_copy(update={"precision": PrecisionSpec(compute=c)}), threads=1, timeout_s=900)[0]
         for c in ("float32", "bfloat16")  # type: ignore[arg-type]
     )
-    assert all(low <= 1.01 * high for low, high in zip(half[-20:], single[-20:], strict=True)), (half, single)
+    assert sum(half) == pytest.approx(sum(single), rel=0.01)
+    assert all(low <= 1.01 * high for low, high in zip(half, single, strict=True)), (half, single)
