@@ -142,3 +142,17 @@ def test_the_position_that_holds_most_is_the_one_that_was_measured_to() -> None:
             notes = row.cells["notes"]
             assert first == pytest.approx(float(notes.split("rank0=")[1].split()[0]), rel=0.03)
             assert last == pytest.approx(float(notes.split("last=")[1].split()[0]), rel=0.03)
+
+
+def test_what_waits_for_its_weight_gradients_is_priced_where_more_waits_than_was_kept() -> None:
+    """Under full recompute a block keeps its input, and from B to W each linear's input and output gradient: of 32
+    channels, 64 between, 4 heads of 8: 32 + 32 + 64 + 32 for attention's inputs and gradients, and of the MLP alike."""
+    each = 4 * ((32 + 32) + (3 * 32 + 32) + (32 + 64) + (2 * 64 + 32))
+    job = Job(
+        pp=2, batch=8, sequence=16, schedule="1f1b", recompute="full", recompute_layers=-1, compute="float32"
+    )  # fmt: skip
+    for pp, held, late in ((0, 2, 1), (1, 2, 2)):
+        plain, parted = (memory(ground(T0), job._replace(schedule=name)).stages[pp] for name in ("gpipe", "zb-h1"))
+        kept = 4 * 32 * 2 * 16
+        assert plain.activations == 8 * kept
+        assert parted.activations == held * kept + late * (2 * each * 16 - kept)

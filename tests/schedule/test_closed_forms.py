@@ -43,6 +43,9 @@ def costs_of(schedule: Schedule, seconds: PassSeconds) -> Costs:
 def assert_closed_forms_equal_the_simulation(name: str, size: Size) -> None:
     lowered, row = check(lower(generate(name, *size))), GENERATORS[name]
     assert [held.total for held in live(lowered)] == [row.peak_live(size, rank) for rank in range(size.ranks)]
+    late = [row.peak_late(size, rank) for rank in range(size.ranks)]
+    assert all(held.weight <= most for held, most in zip(live(lowered), late, strict=True))
+    assert name != "zb-h1" or [held.weight for held in live(lowered)] == late
     for seconds in SECONDS:
         if not lowered.trains:
             seconds = seconds._replace(b=0.0, w=0.0)

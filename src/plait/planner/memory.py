@@ -91,6 +91,33 @@ def live_stages(job: Job, pp: int) -> float:
     return _live_stages(job.schedule, Size(job.pp, job.micro_batches, job.chunks), pp)
 
 
+def _in_flight(ground: Ground, job: Job, pp: int, kept: float) -> float:
+    """Bytes per token of all micro-batches that a position holds, where each keeps `kept`: from F to B that, and from B
+    to W, where a schedule parts them, each linear's input and output gradient if those are more."""
+    size = Size(job.pp, job.micro_batches, job.chunks)
+    late = GENERATORS[job.schedule].peak_late(size, pp) / size.chunks
+    held = live_stages(job, pp) * kept
+    if not late:
+        return held
+    kinds = ground.shape.kinds_of_positions(job.place)[pp]
+    waiting = sum(
+        count * _late_bytes(ground.shape, block, _Grain.of(job))
+        for block, count in zip(ground.shape.kinds, kinds, strict=True)
+    )
+    return held + late * max(0.0, waiting - kept)
+
+
+def _late_bytes(shape: Shape, block: Block, grain: _Grain) -> float:
+    """Inputs and output gradients of a block's linears per token; those of experts wait for nothing."""
+    spec, tp = shape.spec, grain.tp
+    entry = spec.hidden / (tp if grain.sequence_parallel else 1)
+    keys = (spec.heads if spec.latent else spec.kv_heads) * (spec.head_dim + spec.value_dim)
+    ffn = spec.ffn if not block.has_experts else spec.moe.shared * spec.moe.ffn if spec.moe is not None else 0
+    attention = entry + spec.heads * (spec.head_dim + spec.value_dim) / tp + keys / tp + spec.hidden
+    mlp = entry + (3 if shape.gated else 2) * ffn / tp + spec.hidden if ffn else 0.0
+    return grain.width * (attention + mlp)
+
+
 @lru_cache(maxsize=65536)
 def _live_stages(schedule: str, size: Size, pp: int) -> float:
     return GENERATORS[schedule].peak_live(size, pp) / size.chunks
@@ -104,7 +131,7 @@ def stage_bytes(ground: Ground, job: Job, pp: int) -> StageBytes:
     lines = (
         *fixed.states,
         fixed.gathered,
-        live_stages(job, pp) * kept * tokens,
+        _in_flight(ground, job, pp, kept) * tokens,
         working * tokens,
         fixed.logits * tokens,
         fixed.workspace + fixed.flowing * tokens,
@@ -117,13 +144,13 @@ def peaks(ground: Ground, job: Job, pp: int, modes: Sequence[str]) -> list[float
     """`stage_bytes(...).total` under each recompute mode, as the search needs it by the ten thousand."""
     stack, tokens = ground.stack, job.tokens
     fixed, grain = _fixed(ground, _frame(job), pp), _Grain.of(job)
-    live = live_stages(job, pp)
     moving = (fixed.logits + fixed.flowing) * tokens + _communication(ground.shape, job)
     always = sum(fixed.states) + fixed.gathered + fixed.workspace + moving
     found = []
     for mode in modes:
         kept, working = _activations(ground, grain._replace(recompute=mode), fixed.kinds)
-        found.append((always + (live * kept + working) * tokens) * (1 + stack.fragments) + stack.context)
+        flying = _in_flight(ground, job, pp, kept)
+        found.append((always + (flying + working) * tokens) * (1 + stack.fragments) + stack.context)
     return found
 
 

@@ -41,13 +41,14 @@ class Generator:
     """A row: the generator; seconds that each rank idles in a step; most stage inputs a rank holds from F to W.
 
     `idle(size, seconds)` is the same for every rank and true where `holds`; `peak_live(size, rank)` counts one for
-    each of a rank's stages.
+    each of a rank's stages, and so does `peak_late(size, rank)`, no fewer than ever wait from B to W.
     """
 
     generate: Callable[[Size], Schedule]
     idle: Callable[[Size, PassSeconds], float]
     peak_live: Callable[[Size, int], int]
     holds: Callable[[Size, PassSeconds], bool] = lambda size, seconds: True
+    peak_late: Callable[[Size, int], int] = lambda size, rank: 0
 
     def bubble(self, size: Size, seconds: PassSeconds) -> float:
         """The bubble as a share of the step."""
@@ -127,19 +128,26 @@ GENERATORS: dict[str, Generator] = {
         _interleaved_idle,
         lambda size, rank: min(size.chunks * size.micro_batches, interleaved_warm_ups(size)[rank] + 1),
     ),
-    "zb-h1": Generator(zb_h1, _zb_h1_idle, lambda size, rank: size.in_flight),
-    "zb-v": Generator(zb_v, _zb_v_idle, _v_peak(0), _alike),
+    "zb-h1": Generator(
+        zb_h1,
+        _zb_h1_idle,
+        lambda size, rank: size.in_flight,
+        peak_late=lambda size, rank: min(rank + 1, size.in_flight),
+    ),
+    "zb-v": Generator(zb_v, _zb_v_idle, _v_peak(0), _alike, lambda size, rank: 2 * rank + 1),
     "v-half": Generator(
         v_half,
         _v_half_idle,
         lambda size, rank: min(2 * size.micro_batches, 2 * ((size.ranks + 2) // 2)),
         _alike,
+        lambda size, rank: min(2 * size.micro_batches, 6 if size.micro_batches >= size.ranks else size.ranks + 2),
     ),
     "dualpipe-v": Generator(
         dualpipe_v,
         _dualpipe_v_idle,
         _v_peak(1),
         lambda size, seconds: size.micro_batches >= 2 * size.ranks and seconds.f == seconds.b >= seconds.w,
+        lambda size, rank: rank + 1,
     ),
     "forward": Generator(forward, _fill_and_drain, lambda size, rank: 0),
 }
