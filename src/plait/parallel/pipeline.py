@@ -23,13 +23,12 @@ from plait.parallel.collectives import Group, Transfer
 from plait.parallel.mesh import Mesh
 from plait.parallel.outcome import lost_peer
 from plait.parallel.stage import Signature, Stage, Tensors
-from plait.schedule import Action, Kind, Message, Schedule, Span, completing
+from plait.schedule import SENDS_IN_FLIGHT, Action, Kind, Message, Schedule, Span, completing
 from plait.schedule.standing import standing
 from plait.spec.errors import PlaitError
 
 T = TypeVar("T")
 ANSWER_WAIT_S = 5.0
-SENDS_IN_FLIGHT = 2  # per pipeline rank: more than 1F1B ever has on their way
 
 
 class States(Protocol):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from plait.planner.job import Job
+from plait.planner.memory import RECOMPUTED
 from plait.spec.cluster import Cluster
 from plait.spec.errors import UsageError
 from plait.spec.nearest import did_you_mean
@@ -41,7 +42,7 @@ def run_of(base: RunSpec, job: Job, cluster: str | None = None) -> RunSpec:
             "precision": PrecisionSpec.model_validate({"compute": job.compute}) if halves else base.precision,
             "recompute": RecomputeSpec.model_validate(
                 {
-                    "mode": job.recompute if "+" not in job.recompute else tuple(job.recompute.split("+")),
+                    "mode": job.recompute if job.recompute in RECOMPUTED else tuple(job.recompute.split("+")),
                     "layers": "all" if job.recompute_layers < 0 else job.recompute_layers,
                 }
             ),

@@ -90,14 +90,14 @@ class Job(NamedTuple):
 
 def job_of(run: RunSpec, layout: Layout) -> Job:
     """The job that a run on a layout is."""
-    mode = run.recompute.mode
+    recompute = run.recompute
     return Job(
         layout.tp, layout.pp, layout.dp, layout.cp, layout.ep, layout.etp,
         chunks=chunks_of(run.schedule), schedule=run.schedule.name,
         micro=run.batch.micro_size, batch=run.batch.global_size, sequence=run.batch.sequence,
         zero=run.zero.stage, shard=layout.shard, keep=run.zero.keep,
         sequence_parallel=layout.sequence_parallel,
-        recompute=mode if isinstance(mode, str) else "selective",
+        recompute="+".join(recompute.parts) or str(recompute.mode),
         recompute_layers=-1 if run.recompute.layers == "all" else run.recompute.layers,
         compute=run.precision.compute, order=layout.order,
         layers=() if run.schedule.layers == "even" else tuple(len(stage) for stage in stages_of(run, layout).layers),

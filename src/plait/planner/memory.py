@@ -99,23 +99,31 @@ def _in_flight(ground: Ground, job: Job, pp: int, kept: float) -> float:
     held = live_stages(job, pp) * kept
     if not late:
         return held
-    kinds = ground.shape.kinds_of_positions(job.place)[pp]
-    waiting = sum(
-        count * _late_bytes(ground.shape, block, _Grain.of(job))
-        for block, count in zip(ground.shape.kinds, kinds, strict=True)
-    )
+    shape, grain = ground.shape, _Grain.of(job)
+    kinds = shape.kinds_of_positions(job.place)[pp]
+    waiting = sum(count * _late_bytes(shape, block, grain) for block, count in zip(shape.kinds, kinds, strict=True))
+    if pp == job.place.owners[-1]:  # the projection onto the vocabulary
+        waiting += grain.width * (_entry(shape, grain) + shape.spec.vocab / job.tp)
     return held + late * max(0.0, waiting - kept)
 
 
+# Role of a matrix whose gradient may wait for W -> whether tp cuts its output. "row" is cut along its input instead.
+LATE: Mapping[str, bool] = {"q": True, "kv": True, "column": True, "row": False, "latent": False}
+
+
 def _late_bytes(shape: Shape, block: Block, grain: _Grain) -> float:
-    """Inputs and output gradients of a block's linears per token; those of experts wait for nothing."""
-    spec, tp = shape.spec, grain.tp
-    entry = spec.hidden / (tp if grain.sequence_parallel else 1)
-    keys = (spec.heads if spec.latent else spec.kv_heads) * (spec.head_dim + spec.value_dim)
-    ffn = spec.ffn if not block.has_experts else spec.moe.shared * spec.moe.ffn if spec.moe is not None else 0
-    attention = entry + spec.heads * (spec.head_dim + spec.value_dim) / tp + keys / tp + spec.hidden
-    mlp = entry + (3 if shape.gated else 2) * ffn / tp + spec.hidden if ffn else 0.0
-    return grain.width * (attention + mlp)
+    """Output gradients per token of a block's linears, and inputs, of which linears side by side share one."""
+    late = [matrix for matrix in block.matrices if matrix.role in LATE and not matrix.expert]
+    outputs = sum(matrix.out / (grain.tp if LATE[matrix.role] else 1) for matrix in late)
+    own = sum(matrix.inner for matrix in late if matrix.role == "row") / grain.tp
+    shared = sum({matrix.inner for matrix in late if matrix.role != "row"} - {shape.spec.hidden})
+    norms = 1 + any(matrix.role == "column" for matrix in late)  # before attention, and before an MLP that is here
+    return grain.width * (outputs + own + shared + norms * _entry(shape, grain))
+
+
+def _entry(shape: Shape, grain: _Grain) -> float:
+    """Elements per token between blocks."""
+    return shape.spec.hidden / (grain.tp if grain.sequence_parallel else 1)
 
 
 @lru_cache(maxsize=65536)

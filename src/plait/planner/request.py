@@ -76,6 +76,8 @@ def resolve(run: RunSpec, request: Request) -> Asked:
     searched = request.model is not None or request.nodes is not None or run.layout.mode == "auto"
     world = request.nodes * cluster.node if request.nodes else _own_world(run, searched, cluster.node, assumed)
     run = run.model_copy(update={"model": model, "batch": _batch(run, request, model, assumed)})
+    if run.schedule.file is not None:
+        assumed.append(f"time and memory of schedule.name {run.schedule.name}, not of schedule.file")
     compute = _compute(run, request, cluster.device.kind, assumed)
     return Asked(Ground.of(model, stack, cluster), run, world, searched, compute, named, tuple(assumed))
 

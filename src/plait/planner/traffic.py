@@ -114,8 +114,8 @@ _embedding = _row
 
 def _joined(*parts: Passes) -> Passes:
     """Parts one after the other; only the last one's tail is a tail."""
-    forward = tuple(call for part in parts for call in part.forward)
-    return Passes(forward, tuple(call for part in parts for call in part.backward), parts[-1].tail)
+    before = tuple(call for part in parts[:-1] for call in part.forward + part.tail)
+    return Passes(before + parts[-1].forward, tuple(call for part in parts for call in part.backward), parts[-1].tail)
 
 
 def _attention(seat: Seat) -> Passes:
@@ -160,7 +160,7 @@ def _feed_forward(seat: Seat, layer: int) -> Passes:
     if not seat.run.model.has_experts(layer):
         return _mlp(seat)
     experts, shared = _experts(seat), _mlp(seat) if seat.run.model.moe and seat.run.model.moe.shared else Passes()
-    return _joined(shared._replace(forward=shared.forward + shared.tail), experts)
+    return _joined(shared, experts)
 
 
 def _mlp(seat: Seat) -> Passes:

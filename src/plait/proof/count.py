@@ -1,9 +1,8 @@
 """`count(run, world, ranks)`: the trainer's own step for some ranks of a world of any size, counted, not modelled.
 
 Each rank runs in a process of its own, on fake tensors (shapes without memory) and a process group that
-moves nothing; collectives are counted where torch dispatches them, and bytes where tensors are born. What a step sends
-and holds is affine in its micro-batches once the pipeline and its messages are on their way: two short steps give a
-long one exactly.
+moves nothing; collectives are counted where torch dispatches them, and bytes where tensors are born. Two short steps
+stand for a long one (`planner/steady.py` says when).
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.data import Batch
 from plait.models.decoder import Decoder
@@ -26,7 +24,7 @@ from plait.parallel.mesh import Mesh
 from plait.parallel.parallelize import parallelize
 from plait.parallel.traffic import TrafficCounter
 from plait.parallel.world import alone
-from plait.planner.steady import activations_along, along, counted_lengths
+from plait.planner.steady import activations_extrapolated, counted_lengths, extrapolated
 from plait.proof.even import routed_evenly
 from plait.spec.fit import fit
 from plait.spec.layout import Layout
@@ -77,24 +75,24 @@ def _count(run: RunSpec, layout: Layout, rank: int, backend: str) -> Count:
     (first, held), (last, most) = steps[0], steps[-1]
     collectives: dict[str, dict[str, dict[str, int]]] = {}
     for key in sorted(last):
-        calls, sent = (round(along(lengths, found, micro_batches)) for found in zip(first[key], last[key], strict=True))
+        calls, sent = (
+            round(extrapolated(lengths, found, micro_batches)) for found in zip(first[key], last[key], strict=True)
+        )
         collectives.setdefault(key[0], {})[key[1]] = {"calls": calls, "bytes": sent}
     states = {kind: getattr(most, kind) for kind in ("weights", "gradients", "master", "moments")}
     peaks = held.activations, most.activations
-    activations = activations_along(run, layout, lengths, peaks, micro_batches)
+    activations = activations_extrapolated(run, layout, lengths, peaks, micro_batches)
     return Count(rank, states, activations, most.buffers, collectives, micro_batches, lengths)
 
 
-class _Given(TorchDispatchMode):
-    """What a collective was given and returns has no memory of its own here either."""
+class _Shapes(FakeTensorMode):
+    """Tensors without memory, of which those that a collective was given and returns are still the same."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = comm.GIVEN.get(func)
-        return func(*args, **(kwargs or {})) if given is None else given(args, kwargs)
-
-
-def _given() -> TorchDispatchMode:
-    return _Given()  # type: ignore[no-untyped-call]
+        if given is not None:
+            return given(args, kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _step(run: RunSpec, mesh: Mesh, micro_batches: int) -> tuple[Rows, RankMemory]:
@@ -102,7 +100,7 @@ def _step(run: RunSpec, mesh: Mesh, micro_batches: int) -> tuple[Rows, RankMemor
     rows, length = micro_batches * run.batch.micro_size, run.batch.sequence
     batch = run.batch.model_copy(update={"global_size": rows * mesh.layout.dp})
     run = run.model_copy(update={"batch": batch})
-    with FakeTensorMode(), _given(), routed_evenly(), mock.patch.object(comm, "read", lambda x: [1.0] * x.numel()):
+    with _Shapes(), routed_evenly(), mock.patch.object(comm, "read", lambda x: [1.0] * x.numel()):
         empty = lambda tensor, rectangle: torch.empty([stop - start for start, stop in rectangle])  # noqa: E731
         parallel = parallelize(Decoder(run.model), mesh, run, empty)
         step = Step(run, mesh, parallel)

@@ -14,6 +14,7 @@ from plait.placement import Placement, buffers, place, stages_of
 from plait.placement.activations import activations
 from plait.placement.bytes import SHARDED_FROM, SIZES, element_bytes, state_bytes
 from plait.report.table import numbers, table
+from plait.schedule.actions import SENDS_IN_FLIGHT
 from plait.schedule.live import live
 from plait.schedule.of_run import schedules
 from plait.spec.layout import Layout
@@ -21,7 +22,6 @@ from plait.spec.run import SHARD_UNITS, RunSpec
 from plait.spec.units import format_bytes
 
 NOT_COUNTED = ("communication buffers", "the allocator's and torch's own")
-SENDS_IN_FLIGHT = 2  # per pipeline rank, as in parallel/pipeline.py
 MODES = ("none", "selective", "full")  # of recompute, that are shown side by side
 
 

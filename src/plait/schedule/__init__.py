@@ -1,6 +1,16 @@
 """WHEN: pipeline schedules as data. Generate, lower, check, simulate, draw: one list, and every reader reads it."""
 
-from plait.schedule.actions import COMPUTE, WEIGHT_GRADIENTS, Action, Kind, Message, Program, Schedule, completing
+from plait.schedule.actions import (
+    COMPUTE,
+    SENDS_IN_FLIGHT,
+    WEIGHT_GRADIENTS,
+    Action,
+    Kind,
+    Message,
+    Program,
+    Schedule,
+    completing,
+)
 from plait.schedule.check import check
 from plait.schedule.draw import draw
 from plait.schedule.generators import GENERATORS, Generator, PassSeconds, forward_of, generate
@@ -14,6 +24,7 @@ from plait.schedule.walk import walk
 __all__ = [
     "COMPUTE",
     "GENERATORS",
+    "SENDS_IN_FLIGHT",
     "WEIGHT_GRADIENTS",
     "Action",
     "Costs",

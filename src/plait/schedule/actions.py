@@ -27,6 +27,7 @@ class Kind(StrEnum):
 
 F, B, W, BW, FB, SEND, RECV, DROP, REDUCE = Kind  # plain names: looking up an enum's member is slow before 3.12
 COMPUTE = (F, B, W, BW, FB)
+SENDS_IN_FLIGHT = 2  # messages of a rank on their way, per pipeline rank: more than 1F1B ever has
 WEIGHT_GRADIENTS = (W, BW)  # the single passes that make them
 
 

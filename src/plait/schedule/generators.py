@@ -41,7 +41,8 @@ class Generator:
     """A row: the generator; seconds that each rank idles in a step; most stage inputs a rank holds from F to W.
 
     `idle(size, seconds)` is the same for every rank and true where `holds`; `peak_live(size, rank)` counts one for
-    each of a rank's stages, and so does `peak_late(size, rank)`, no fewer than ever wait from B to W.
+    each of a rank's stages. `peak_late(size, rank)` is an upper bound on those that wait between B and W, 0 where
+    backward is never split.
     """
 
     generate: Callable[[Size], Schedule]
@@ -134,20 +135,25 @@ GENERATORS: dict[str, Generator] = {
         lambda size, rank: size.in_flight,
         peak_late=lambda size, rank: min(rank + 1, size.in_flight),
     ),
-    "zb-v": Generator(zb_v, _zb_v_idle, _v_peak(0), _alike, lambda size, rank: 2 * rank + 1),
+    "zb-v": Generator(
+        zb_v, _zb_v_idle, _v_peak(0), _alike, peak_late=lambda size, rank: min(2 * size.micro_batches, 2 * rank + 1)
+    ),
     "v-half": Generator(
         v_half,
         _v_half_idle,
         lambda size, rank: min(2 * size.micro_batches, 2 * ((size.ranks + 2) // 2)),
         _alike,
-        lambda size, rank: min(2 * size.micro_batches, 6 if size.micro_batches >= size.ranks else size.ranks + 2),
+        # Six at most once all ranks are filled, in this generator's lists of up to 16 ranks; before, all that is live.
+        peak_late=lambda size, rank: min(
+            2 * size.micro_batches, 6 if size.micro_batches >= size.ranks else size.ranks + 2
+        ),
     ),
     "dualpipe-v": Generator(
         dualpipe_v,
         _dualpipe_v_idle,
         _v_peak(1),
         lambda size, seconds: size.micro_batches >= 2 * size.ranks and seconds.f == seconds.b >= seconds.w,
-        lambda size, rank: rank + 1,
+        peak_late=lambda size, rank: min(2 * size.micro_batches, rank + 1),
     ),
     "forward": Generator(forward, _fill_and_drain, lambda size, rank: 0),
 }

@@ -65,7 +65,7 @@ def core(s: Stage, q: Sized, k: Sized, v: Sized, dim: int, value: int) -> Sized:
 def _whole(s: Stage, q: Sized, k: Sized, v: Sized, dim: int, value: int) -> Sized:
     """All tokens of the rows are here."""
     t, run = s.tape, s.seat.run
-    length = run.batch.sequence // s.seat.layout.size("ring")
+    length = run.batch.sequence
     several = s.rows > 1 and q.elements > s.rows * length * dim  # rows and heads: to merge them is to copy
     if run.model.attention_dropout:
         y = _with_dropout(s, q, k, v, (dim, value), several)

@@ -64,7 +64,7 @@ def forward(s: Stage, stage: int, x: Sized | None, units: Mapping[str, Unit]) ->
     for index, layer in enumerate(stages.layers[stage]):
         run = wrapped(s, index, layer, where)
         x, more = gathered(t, units.get(f"blocks.{layer}"), run, x)
-        terms = {name: ops.add(t, terms[name], value) if name in terms else value for name, value in more.items()}
+        terms |= {name: ops.add(t, terms[name], value) if name in terms else value for name, value in more.items()}
     if stage == stages.last:
         x, more = gathered(t, units.get("head"), partial(head, s), x)
         terms |= more

@@ -57,7 +57,7 @@ class Parts:
     def spread(self, t: Tape, x: Sized, split: bool) -> Sized:
         if self.ranks == 1:
             return x
-        out = self.gather(t, x) if split else Sized(x.memory, x.elements, x.width)
+        out = self.gather(t, x) if split else x.detach()
 
         def backward(_: Saved, grads: Grads) -> Grads:
             grad = _given(grads)

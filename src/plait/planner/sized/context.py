@@ -80,8 +80,14 @@ class _Ring:
         return self.s.tape
 
     @property
-    def rows(self) -> int:
+    def samples(self) -> int:
         return self.s.rows
+
+    def rows_at_once(self, tile: Tile) -> list[int]:
+        """Queries a few at a time, so that no matrix of scores is large: of each part how many."""
+        queries, keys = _length(tile.queries), _length(tile.keys)
+        at_once = max(1, SCORES // (self.samples * self.heads * keys))
+        return [min(at_once, queries - start) for start in range(0, queries, at_once)]
 
     @cached_property
     def ranks(self) -> int:
@@ -131,7 +137,7 @@ class _Ring:
             sent = ops.like(self.t, x) if number >= len(held) - strided else x
             arrived.append(self.t.new(x.elements * self.ranks, x.width))
             del sent
-        return arrived if self.rows == 1 else [ops.like(self.t, x) for x in arrived]
+        return arrived if self.samples == 1 else [ops.like(self.t, x) for x in arrived]
 
 
 def ring_attention(s: Stage, q: Sized, k: Sized, v: Sized, dim: int, value: int) -> Sized:
@@ -145,7 +151,7 @@ def ring_attention(s: Stage, q: Sized, k: Sized, v: Sized, dim: int, value: int)
     strided = 1 if s.seat.layout.size("ulysses") == 1 else 0
     for source, _ in ring.travel((k, v), strided):
         for tile in ring.tiles(source):
-            queries = ring.rows * ring.heads * _length(tile.queries)
+            queries = ring.samples * ring.heads * _length(tile.queries)
             part, sums = _tile_forward(ring, tile, q.width)
             both = t.new(queries, ring.wide)
             finite = t.new(queries, ring.wide)
@@ -185,8 +191,8 @@ def _masks(ring: _Ring, tile: Tile) -> Sized | None:
         found = t.new(square, ops.BOOL)
         del near
     if run.data.mask_documents:
-        same = t.new(ring.rows * square, ops.BOOL)
-        found = t.new(ring.rows * square, ops.BOOL)
+        same = t.new(ring.samples * square, ops.BOOL)
+        found = t.new(ring.samples * square, ops.BOOL)
         del same
     return found
 
@@ -206,38 +212,44 @@ def _added(t: Tape, seen: Sized | None, width: int) -> Sized | None:
 
 def _tile_forward(ring: _Ring, tile: Tile, width: int) -> tuple[Sized, Sized]:
     t, seen = ring.t, _masks(ring, tile)
-    queries = ring.rows * ring.heads * _length(tile.queries)
+    queries = ring.samples * ring.heads * _length(tile.queries)
+    keys, masked = _length(tile.keys), seen is not None or tile.kind == "causal"
     if _fused(ring):
         added = _added(t, seen, width)
         out, sums = t.new(queries * ring.value, width), t.new(queries, ring.wide)
         del added
         return out, sums
-    scores = _scores(ring, tile, seen, width)
-    sums = t.new(queries, ring.wide)
+    parts = [_plain_forward(ring, at_once, keys, masked, width) for at_once in ring.rows_at_once(tile)]
+    out, sums = t.new(queries * ring.value, width), t.new(queries, ring.wide)
+    del parts
+    return out, sums
+
+
+def _plain_forward(ring: _Ring, queries: int, keys: int, masked: bool, width: int) -> tuple[Sized, Sized]:
+    """Some queries of a tile whose scores stand whole."""
+    t = ring.t
+    scores = _scores(ring, queries, keys, masked, width)
+    sums = t.new(ring.samples * ring.heads * queries, ring.wide)
     shifted = ops.like(t, scores)
     weights = ops.like(t, scores)
     del shifted
     if ring.s.seat.run.model.attention_dropout:
         weights = _thinned(ring, weights, width)
     narrow = ops.cast(t, weights, width)
-    values = t.new(ring.rows * ring.heads * _length(tile.keys) * ring.value, width)
-    out = t.new(queries * ring.value, width)
+    values = t.new(ring.samples * ring.heads * keys * ring.value, width)
+    out = t.new(ring.samples * ring.heads * queries * ring.value, width)
     del narrow, values
-    whole = ops.like(t, out), ops.like(t, sums)
-    return whole
+    return out, sums
 
 
-def _scores(ring: _Ring, tile: Tile, seen: Sized | None, width: int) -> Sized:
+def _scores(ring: _Ring, queries: int, keys: int, masked: bool, width: int) -> Sized:
     t = ring.t
-    queries, keys = _length(tile.queries), _length(tile.keys)
-    laid_out = t.new(ring.rows * ring.heads * queries * ring.dim, width)
-    grown = t.new(ring.rows * ring.heads * keys * ring.dim, width)
-    scores = t.new(ring.rows * ring.heads * queries * keys, width)
+    laid_out = t.new(ring.samples * ring.heads * queries * ring.dim, width)
+    grown = t.new(ring.samples * ring.heads * keys * ring.dim, width)
+    scores = t.new(ring.samples * ring.heads * queries * keys, width)
     del laid_out, grown
     scores = ops.scale(t, ops.cast(t, scores, ring.wide))
-    if seen is not None or tile.kind == "causal":
-        scores = ops.like(t, scores)
-    return scores
+    return ops.like(t, scores) if masked else scores
 
 
 def _thinned(ring: _Ring, weights: Sized, width: int) -> Sized:
@@ -278,7 +290,7 @@ def _backward(ring: _Ring, saved: Saved, grad: Sized) -> Grads:
     if gather:
         wholes = [t.new(x.elements * ring.ranks, wide) for x in parts[0]]
         parts.clear()
-        pending = [ops.like(t, x) if ring.rows > 1 else x for x in wholes]
+        pending = [ops.like(t, x) if ring.samples > 1 else x for x in wholes]
         home = [t.new(x.elements // ring.ranks, wide) for x in pending]
     else:
         home = [ops.like(t, x) for x in travelling]
@@ -289,20 +301,29 @@ def _backward(ring: _Ring, saved: Saved, grad: Sized) -> Grads:
 def _tile_backward(ring: _Ring, tile: Tile, width: int) -> None:
     t, seen = ring.t, _masks(ring, tile)
     queries, keys = _length(tile.queries), _length(tile.keys)
-    q, k, v = (
-        ring.rows * ring.heads * queries * ring.dim, ring.rows * ring.kv * keys * ring.dim,
-        ring.rows * ring.kv * keys * ring.value,
+    sizes = (
+        ring.samples * ring.heads * queries * ring.dim, ring.samples * ring.kv * keys * ring.dim,
+        ring.samples * ring.kv * keys * ring.value,
     )  # fmt: skip
     if _fused(ring):
         added = _added(t, seen, width)
-        found = [t.new(n, width) for n in (q, k, v)]
+        found = [t.new(n, width) for n in sizes]
         del added, found
         return
-    scores = _scores(ring, tile, seen, width)
+    masked = seen is not None or tile.kind == "causal"
+    parts = [_plain_backward(ring, at_once, keys, masked, width) for at_once in ring.rows_at_once(tile)]
+    summed = [t.new(n, width) for n in sizes]
+    del parts, summed
+
+
+def _plain_backward(ring: _Ring, queries: int, keys: int, masked: bool, width: int) -> list[Sized]:
+    """Gradients from some queries of a tile, by them and by all its keys and values."""
+    t, samples = ring.t, ring.samples
+    scores = _scores(ring, queries, keys, masked, width)
     shifted = ops.like(t, scores)
     weights = ops.like(t, scores)
     del scores, shifted
-    values = t.new(ring.rows * ring.heads * keys * ring.value, width)
+    values = t.new(samples * ring.heads * keys * ring.value, width)
     by_weights = t.new(weights.elements, width)
     del values
     by_weights = ops.cast(t, by_weights, ring.wide)
@@ -314,6 +335,7 @@ def _tile_backward(ring: _Ring, tile: Tile, width: int) -> None:
     by_scores = ops.like(t, weights)
     del difference
     by_scores = ops.cast(t, ops.like(t, by_scores), width)
-    found = [t.new(ring.rows * ring.heads * keys * n, width) for n in (ring.dim, ring.value)]
-    t.new(q, width)
-    del used, by_weights, by_scores, found
+    whole = [t.new(samples * ring.heads * keys * n, width) for n in (ring.dim, ring.value)]
+    found = [t.new(samples * ring.kv * keys * n, width) for n in (ring.dim, ring.value)]
+    del whole, used, by_weights, by_scores
+    return [t.new(samples * ring.heads * queries * ring.dim, width), *found]

@@ -9,8 +9,6 @@ from plait.planner.sized.layers import column, norm
 from plait.planner.sized.stage import Outputs, Stage
 from plait.planner.sized.tape import Grads, Leaf, Memory, Saved, Sized
 
-SCALAR = 8
-
 
 def head(s: Stage, x: Sized) -> Outputs:
     """What enters the projection; the loss, and the z-loss where there is one."""
@@ -47,14 +45,13 @@ def _picked(s: Stage, logs: Sized) -> Sized:
 
 def _vocabulary(s: Stage, logits: Sized, tokens: int) -> list[Sized]:
     t, wide = s.tape, s.wide
-    given, needs = logits, logits.needs
+    given = logits
     logits = ops.cast(t, given, wide)
     highest = t.new(tokens, wide)
     highest = s.spread.sum(t, highest)
     shifted = ops.like(t, logits)
     valid, here, local = t.new(tokens, ops.BOOL), t.new(tokens, ops.BOOL), t.new(tokens, ops.LONG)
     losses, log_sums = t.new(tokens, wide), t.new(tokens, wide)
-    width, elements = given.width, given.elements
 
     def backward(saved: Saved, grads: Grads) -> Grads:
         probabilities = saved[0]
@@ -62,7 +59,6 @@ def _vocabulary(s: Stage, logits: Sized, tokens: int) -> list[Sized]:
         return (by_logits,)
 
     t.record((given,), (losses, log_sums), (shifted, local, here, valid), backward)
-    del needs, width, elements
     total = t.new(1, wide)
     count = losses.elements
     t.record((losses,), (total,), (), lambda _, grads: (t.new(count, wide),))

@@ -72,13 +72,6 @@ def like(t: Tape, x: Sized | None) -> Sized:
     return t.new(x.elements, x.width)
 
 
-def view(t: Tape, x: Sized) -> Sized:
-    """The same memory under a node of its own."""
-    out = Sized(x.memory, x.elements, x.width)
-    t.record((x,), (out,), (), lambda _, grads: grads)
-    return out
-
-
 def split(t: Tape, x: Sized, sizes: Sequence[int]) -> list[Sized]:
     """Views of x; backward lays their gradients side by side."""
     parts = [Sized(x.memory, size, x.width) for size in sizes]

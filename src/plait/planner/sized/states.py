@@ -210,7 +210,7 @@ def gathered(t: Tape, unit: Unit | None, compute: Callable[..., Outputs], *input
 
 
 def _watched(t: Tape, x: Sized, then: Callable[[], None]) -> Sized:
-    out = Sized(x.memory, x.elements, x.width)
+    out = x.detach()
 
     def backward(_: Saved, grads: Grads) -> Grads:
         then()
@@ -222,7 +222,7 @@ def _watched(t: Tape, x: Sized, then: Callable[[], None]) -> Sized:
 
 def _ahead(t: Tape, unit: Unit, y: Sized, terms: dict[str, Sized]) -> Outputs:
     given = [y, *terms.values()]
-    outs = [Sized(x.memory, x.elements, x.width) for x in given]
+    outs = [x.detach() for x in given]
 
     def backward(_: Saved, grads: Grads) -> Grads:
         unit.enter(unit.before)

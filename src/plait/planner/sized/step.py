@@ -16,13 +16,25 @@ from plait.planner.sized.layers import product
 from plait.planner.sized.stage import Late, Stage
 from plait.planner.sized.states import Rows, units_of
 from plait.planner.sized.tape import Leaf, Sized, Tape
-from plait.planner.steady import activations_along, counted_lengths
-from plait.schedule.actions import DROP, RECV, REDUCE, SEND, Action, B, F, Message, W, completing
+from plait.planner.steady import activations_extrapolated, counted_lengths, numbers_per_token
+from plait.schedule.actions import (
+    BW,
+    DROP,
+    FB,
+    RECV,
+    REDUCE,
+    SEND,
+    SENDS_IN_FLIGHT,
+    Action,
+    B,
+    F,
+    Message,
+    W,
+    completing,
+)
 from plait.spec.layout import Layout
 from plait.spec.pipeline import splits_backward
 from plait.spec.run import RunSpec
-
-SENDS_IN_FLIGHT = 2  # per pipeline rank, as in parallel/pipeline.py
 
 
 class Peak(NamedTuple):
@@ -46,7 +58,7 @@ def peak(seat: Seat) -> Peak:
     lengths = counted_lengths(run, layout, seat.rank, micro_batches)
     found = [_Step(replace(seat, run=_shortened(run, layout, length))).run() for length in lengths]
     peaks = found[0].activations, found[-1].activations
-    return Peak(activations_along(run, layout, lengths, peaks, micro_batches), found[-1].buffers)
+    return Peak(activations_extrapolated(run, layout, lengths, peaks, micro_batches), found[-1].buffers)
 
 
 def _shortened(run: RunSpec, layout: Layout, micro_batches: int) -> RunSpec:
@@ -69,34 +81,31 @@ class _Step:
         self.leaving: dict[Message, Sized] = {}
         self.in_flight: deque[Sized] = deque()
         self.returned: Sized | None = None
+        self.completing = completing(seat.program)
+        self.handlers = {
+            F: self._compute, B: self._compute, BW: self._compute, FB: self._compute, W: self._weights,
+            SEND: self._send, RECV: self._receive, REDUCE: self._reduce, DROP: self._drop,
+        }  # fmt: skip
 
     def run(self) -> Peak:
         seat, t = self.seat, self.tape
-        apart = seat.run.data.mask_documents  # every row has places and documents of its own
-        batch = [t.new(seat.micro_batches * seat.tokens, ops.LONG) for _ in range(4 if apart else 2)]
-        batch += [] if apart else [t.new(seat.tokens // seat.run.batch.micro_size, ops.LONG)]
+        batch = [t.new(seat.micro_batches * seat.tokens, ops.LONG) for _ in range(numbers_per_token(seat.run))]
+        batch += [t.new(seat.tokens // seat.run.batch.micro_size, ops.LONG)] * (not seat.run.data.mask_documents)
         for action in seat.program:
-            self._act(action)
+            self.handlers[action.kind](action)
         self.in_flight.clear()
         self.rows.finish()
         batch.clear()
         return Peak(t.heap.most, self.rows.buffers.most)
 
-    def _act(self, action: Action) -> None:
-        kind = action.kind
-        if kind is RECV:
-            self.arrived[_message(action)] = self.tape.new(self._boundary, self.seat.widths.compute)
-        elif kind is SEND:
-            self._send(_message(action))
-        elif kind is REDUCE:
-            self.rows.flush(action.stage)
-        elif kind is DROP:
-            self.rows.drop(action.stage)
-        elif kind is W:
-            self._arm(action)
-            self._weights(action)
-        else:
-            self._compute(action)
+    def _receive(self, action: Action) -> None:
+        self.arrived[_message(action)] = self.tape.new(self._boundary, self.seat.widths.compute)
+
+    def _reduce(self, action: Action) -> None:
+        self.rows.flush(action.stage)
+
+    def _drop(self, action: Action) -> None:
+        self.rows.drop(action.stage)
 
     def _compute(self, action: Action) -> None:
         """Passes that nothing comes between: what each is given is held until all are over."""
@@ -116,13 +125,13 @@ class _Step:
                 (self.leaving if schedule.crosses(message) else self.arrived)[message] = x
             del x
 
-    def _send(self, message: Message) -> None:
-        self.in_flight.append(self.leaving.pop(message))
+    def _send(self, action: Action) -> None:
+        self.in_flight.append(self.leaving.pop(_message(action)))
         while len(self.in_flight) > SENDS_IN_FLIGHT * self.seat.schedule.ranks:
             self.in_flight.popleft()
 
     def _arm(self, action: Action) -> None:
-        if action in completing(self.seat.program):
+        if action in self.completing:
             self.rows.arm(action.stage)
 
     @property
@@ -154,6 +163,7 @@ class _Step:
         return returned
 
     def _weights(self, action: Action) -> None:
+        self._arm(action)
         for weight, x, _, split in self.products.pop((action.stage, action.micro)):
             weight.gradients.add(weight.place, product(self.stage, weight, x, split))
 

@@ -115,7 +115,6 @@ class Tape:
     """Makes tensors and records operations."""
 
     heap: Heap = field(default_factory=Heap)
-    recording: bool = True
     _hooks: list[Hooks] = field(default_factory=list)
     _number: int = 0
 
@@ -140,7 +139,7 @@ class Tape:
         self, inputs: Sequence[Sized], outputs: Sequence[Sized], saved: Iterable[Sized], backward: Backward
     ) -> None:
         """Tie outputs to the inputs that they came from, if anything is differentiated by those."""
-        if not (self.recording and any(x.needs for x in inputs)):
+        if not any(x.needs for x in inputs):
             return
         hooks = self._hooks[-1] if self._hooks else None
         kept = [(hooks, x.detach() if hooks is None else hooks.pack(x)) for x in saved]
