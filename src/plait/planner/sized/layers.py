@@ -5,6 +5,9 @@ Every function reads like its module: what a frame of Python refers to lives as 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 from plait.planner.sized import ops
 from plait.planner.sized.hash import hashed
 from plait.planner.sized.stage import Stage
@@ -177,19 +180,33 @@ def mlp(s: Stage, x: Sized, path: str) -> Sized:
 
 def up_parts(s: Stage, up: Sized) -> list[Sized]:
     """What the activation takes: gate and up, or up alone."""
-    return ops.split(s.tape, up, [up.elements // 2] * 2 if s.seat.run.model.mlp == "swiglu" else [up.elements])
+    _, inputs = ACTIVATIONS[s.seat.run.model.mlp]
+    return ops.split(s.tape, up, [up.elements // inputs] * inputs)
 
 
 def activation(s: Stage, parts: list[Sized]) -> Sized:
     """What stands between the matrices."""
-    return s.part("activation", lambda *parts: activate(s.tape, s.seat.run.model.mlp, *parts), *parts)
+    function, _ = ACTIVATIONS[s.seat.run.model.mlp]
+    return s.part("activation", partial(function, s.tape), *parts)
 
 
-def activate(t: Tape, kind: str, *parts: Sized) -> Sized:
-    """A row of `models.layers.ACTIVATIONS`."""
-    if kind == "swiglu":
-        gate, up = parts
-        return ops.multiply(t, ops.elementwise(t, gate, keeps="input"), up)
-    if kind == "relu2":
-        return ops.square(t, ops.elementwise(t, parts[0], keeps="result"))
-    return ops.elementwise(t, parts[0], keeps="result" if kind == "relu" else "input")
+def _swiglu(t: Tape, gate: Sized, up: Sized) -> Sized:
+    return ops.multiply(t, ops.elementwise(t, gate, keeps="input"), up)
+
+
+def _gelu(t: Tape, up: Sized) -> Sized:
+    return ops.elementwise(t, up, keeps="input")
+
+
+def _relu(t: Tape, up: Sized) -> Sized:
+    return ops.elementwise(t, up, keeps="result")
+
+
+def _relu2(t: Tape, up: Sized) -> Sized:
+    return ops.square(t, _relu(t, up))
+
+
+# As in `models.layers`: what stands between the two matrices of an MLP, and how many outputs of the first it takes.
+ACTIVATIONS: Mapping[str, tuple[Callable[..., Sized], int]] = {
+    "swiglu": (_swiglu, 2), "gelu": (_gelu, 1), "gelu_tanh": (_gelu, 1), "relu": (_relu, 1), "relu2": (_relu2, 1),
+}  # fmt: skip
