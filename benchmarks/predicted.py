@@ -42,6 +42,7 @@ from plait.spec.pipeline import SHAPES
 from plait.spec.run import RunSpec
 
 HERE = Path(__file__).parent
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 APART = 0.10  # measured gap from which on the order of two layouts is asked for
 SIZE = Size(vocab=2048, rows=16, sequence=32)
 TINY = Size(hidden=64, layers=4, heads=4, ffn=96, vocab=96, rows=8, sequence=16, head_dim=16)
@@ -87,35 +88,57 @@ SCHEDULES = ("1f1b", "interleaved", "zb-h1")
 
 
 class Taken(NamedTuple):
-    """Seconds of each step: the slowest rank's by the clock, and all ranks' of processor time."""
+    """Seconds of each step: the slowest rank's by the clock, all ranks' of processor time, and those of the machine's
+    cores that other programs had meanwhile.
+    """
 
     seconds: list[float]
     processor: list[float]
+    others: list[float]
+
+    @property
+    def own(self) -> float:
+        """Seconds of a step, without those that other programs took: each has the cores for itself in turn."""
+        return median(s - others / CORES for s, others in zip(self.seconds, self.others, strict=True))
 
 
 def take(case: Case, size: Size, warm: int, steps: int) -> Taken:
     """Train some steps of a case on fresh ranks of one thread each."""
     ranks = case.tp * case.pp * case.dp
     each = launch(ranks, _on_rank, case, size, warm, steps, threads=1, timeout_s=None)
-    return Taken(
-        [max(times) for times in zip(*(one.seconds for one in each), strict=True)],
-        [sum(times) for times in zip(*(one.processor for one in each), strict=True)],
-    )
+    seconds = [max(times) for times in zip(*(one.seconds for one in each), strict=True)]
+    processor = [sum(times) for times in zip(*(one.processor for one in each), strict=True)]
+    busy = each[0].others
+    return Taken(seconds, processor, [max(0.0, all_ - own) for all_, own in zip(busy, processor, strict=True)])
 
 
 def _on_rank(world: World, case: Case, size: Size, warm: int, steps: int) -> Taken:
+    """Of this rank; in `others` everybody's processor time, this job's too."""
     side = Plait(size, case.run(size), world)
-    taken = Taken([], [])
+    taken = Taken([], [], [])
     gc.disable()
     for number in range(warm + steps):
         dist.barrier()
-        begun, busy = perf_counter(), process_time()
+        begun, own, every = perf_counter(), process_time(), machine_seconds()
         side.backward()
         side.update()
+        ended, spent = perf_counter() - begun, process_time() - own
+        dist.barrier()
         if number >= warm:
-            taken.seconds.append(perf_counter() - begun)
-            taken.processor.append(process_time() - busy)
+            taken.seconds.append(ended)
+            taken.processor.append(spent)
+            taken.others.append(machine_seconds() - every)
     return taken
+
+
+def machine_seconds() -> float:
+    """Processor seconds of all programs since the machine started; 0 where the system does not tell."""
+    try:
+        with open("/proc/stat") as lines:
+            user, nice, system = map(int, next(lines).split()[1:4])
+    except OSError:
+        return 0.0
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
 
 
 def measured_cluster(ranks: int, quick: bool) -> str:
@@ -167,7 +190,7 @@ def hold(asked: argparse.Namespace) -> dict[str, Any]:
     """Measure the machine, plan every case, run every case as often as asked: the result file."""
     size = TINY if asked.tiny else SIZE
     chosen = list(cases(size, asked.ranks))[:: 4 if asked.tiny else 1]
-    text = asked.cluster.read_text() if asked.cluster else measured_cluster(asked.ranks, quick=asked.tiny)
+    text = asked.cluster.read_text() if asked.cluster else measured_cluster(asked.ranks, quick=not asked.long)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "here.toml"
         file.write_text(text)
@@ -193,7 +216,7 @@ def judge(
     chosen: Sequence[Case], terms: Sequence[Mapping[str, float]], turns: Sequence[Sequence[Taken]]
 ) -> dict[str, Any]:
     """What each layout took and was predicted, and what that says: order, noise, error."""
-    runs = [[median(taken.seconds) for taken in turn] for turn in turns]
+    runs = [[taken.own for taken in turn] for turn in turns]
     took = [mean(times) for times in zip(*runs, strict=True)]
     planned = [sum(each.values()) for each in terms]
     found = pairs(took, planned)
@@ -205,12 +228,14 @@ def judge(
         "share_in_order": found.share,
         "share_in_order_by_a_second_run": mean(one.share for one in again) if again else None,
         "noise": {"median": median(noise), "worst": max(noise)},
+        "others": mean(sum(t.others) / sum(t.seconds) / CORES for turn in turns for t in turn),
         "error": mean(abs(plan / time - 1) for plan, time in zip(planned, took, strict=True)),
         "error_after_one_anchor": missed(took, planned),
         "cases": [
             case._asdict() | {
                 "seconds": time, "predicted_s": plan, "breakdown_s": dict(each), "runs_s": [run[at] for run in runs],
                 "processor_s": median(s for turn in turns for s in turn[at].processor),
+                "clock_s": [median(turn[at].seconds) for turn in turns],
             }
             for at, (case, time, plan, each) in enumerate(zip(chosen, took, planned, terms, strict=True))
         ],
@@ -219,7 +244,7 @@ def judge(
 
 COLUMNS = (
     "tp · pp · dp", "schedule", "micro-batches", "ZeRO", "step ms (runs)", "predicted ms", "predicted / step",
-    "processors busy",
+    "cores busy",
 )  # fmt: skip
 
 
@@ -245,7 +270,8 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
     return [
         f"{len(result['cases'])} layouts; of {result['pairs']} pairs more than {APART:.0%} apart "
         f"{result['share_in_order']:.1%} are predicted in order{by_second}. Two runs of one layout differ by "
-        f"{noise['median']:.1%} (median), {noise['worst']:.0%} at worst. Mean error {result['error']:.0%}, "
+        f"{noise['median']:.1%} (median), {noise['worst']:.0%} at worst; other programs had {result['others']:.0%} of "
+        f"the cores meanwhile, which is taken off. Mean error {result['error']:.0%}, "
         f"{result['error_after_one_anchor']:.0%} after one measured step of another layout.",
         f"{at['processor']}, {at['cores']} cores, {result['ranks']} ranks of one thread; "
         f"torch {result['versions']['torch']}; hidden {size['hidden']}, {size['layers']} layers, vocabulary "
@@ -278,6 +304,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a run (default 5)")
     parser.add_argument("--warm", type=int, default=2, help="steps before them (default 2)")
     parser.add_argument("--cluster", type=Path, metavar="FILE.toml", help="plan from this file; default: measure now")
+    parser.add_argument("--long", action="store_true", help="measure the machine without --quick")
     parser.add_argument("--tiny", action="store_true", help="a few layouts of a tiny model; nothing is written")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "predicted")
     return parser.parse_args()

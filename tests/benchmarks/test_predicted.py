@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from benchmarks.predicted import SIZE, TINY, Taken, cases, hold, judge, lines, missed, pairs
+from benchmarks.predicted import CORES, SIZE, TINY, Taken, cases, hold, judge, lines, missed, pairs
 from plait.spec.cluster import CATALOGUE
 from plait.spec.fit import fit
 
@@ -32,16 +32,20 @@ def test_a_prediction_off_by_one_factor_is_right_once_anchored():
     assert missed([1.0, 2.0], [1.0, 1.0]) == pytest.approx((0.5 + 1.0) / 2)
 
 
-def test_noise_is_what_two_runs_of_one_layout_differ_by():
+def test_noise_is_what_two_runs_differ_by_without_what_other_programs_had():
     two = list(cases(TINY, 2))[:2]
-    runs = [[Taken([1.0, 9.0, 1.0], [2.0]), Taken([2.0], [2.0])], [Taken([1.1], [2.0]), Taken([2.0], [2.0])]]
+    other, none = [2.0 * CORES], [0.0]
+    runs = [
+        [Taken([1.0, 9.0, 1.0], [2.0], 3 * none), Taken([4.0], [2.0], other)],
+        [Taken([1.1], [2.0], none), Taken([2.0], [2.0], none)],
+    ]
     result = judge(two, [{"products": 1.0}, {"products": 3.0}], runs)
     assert result["noise"] == {"median": pytest.approx(0.05), "worst": pytest.approx(0.1)}
     assert (result["pairs"], result["in_order"], result["share_in_order_by_a_second_run"]) == (1, 1, 1.0)
 
 
 def test_layouts_of_two_ranks_are_planned_trained_and_told():
-    asked = Namespace(ranks=2, turns=1, steps=1, warm=0, tiny=True, cluster=CATALOGUE / "clusters" / "cpu.toml")
+    asked = Namespace(ranks=2, turns=1, steps=1, warm=0, tiny=True, long=False, cluster=CATALOGUE / "clusters" / "cpu.toml")
     result = hold(asked)
     assert all(case["seconds"] > 0 and case["predicted_s"] > 0 for case in result["cases"])
     assert len(lines(result)) == len(result["cases"]) + 5

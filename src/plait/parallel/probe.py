@@ -1,8 +1,8 @@
 """What one rank's device and links do, timed: products of several shapes, attention, copies, and each collective.
 
-Nothing is split here and no module is replaced. Seconds of the fastest of several repetitions, in plain values: what
-they mean for a plan is worked out in `planner/measured.py`. Where ranks share processors, what a rank does alone is
-told in seconds of a processor, and what ranks do together by the clock while all of them do it.
+Nothing is split here and no module is replaced. Seconds out of several repetitions, in plain values: what
+they mean for a plan is worked out in `planner/measured.py`. Where ranks share processors, seconds are a processor's:
+who waits lends it to another, and what other programs do at the same time is not counted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,12 +29,12 @@ SHAPES = {
     "cuda": ((4096, 4096, 4096), (8192, 8192, 8192)),
 }
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
-BETWEEN = 384  # rows and columns of a product between two collectives
-ROUNDS = 3
+BETWEEN = 256  # rows and columns of a product between two collectives
+TOGETHER = 5  # collectives that follow each other
 LEAST_RUN_S = 1e-6  # what a collective takes at least, where the clock is not that fine
-SIZES = (2**12, 2**16, 2**20, 2**23)  # elements of a float32 message
+SIZES = (2**10, 2**14, 2**17, 2**19, 2**21)  # elements of a float32 message
 QUICK_SIZES = (2**12, 2**16, 2**20)
-REPEATS, QUICK_REPEATS = 10, 3
+REPEATS, QUICK_REPEATS = 5, 3
 LEAST_S = 0.2  # for which a short operation is repeated
 LONGEST_S = 0.2  # of a product: where a dtype is emulated, the small ones must do
 HEADS, HEAD_DIM, SEQUENCE = 8, 64, {"cpu": 512, "cuda": 4096}
@@ -42,9 +43,12 @@ HEADS, HEAD_DIM, SEQUENCE = 8, 64, {"cpu": 512, "cuda": 4096}
 def probe(world: World, quick: bool) -> list[dict[str, Any]] | None:
     """The findings of every rank, on rank 0; None on the others."""
     repeats = QUICK_REPEATS if quick else REPEATS
+    mesh = Mesh(Layout(dp=world.size), world.device)
     kind, local = world.device.type, world.local_size or world.size
     cores = _cores(kind)
-    clock = _clock(world.device, repeats, shared=cores is not None and local > cores)
+    shared = cores is not None and local > cores
+    clock = _clock(world.device, repeats, shared, LEAST_S)
+    together = _clock(world.device, repeats, shared, 0.0)  # as often on every rank
     found: dict[str, Any] = {
         "rank": world.rank,
         "kind": kind,
@@ -57,11 +61,11 @@ def probe(world: World, quick: bool) -> list[dict[str, Any]] | None:
         "attention": _attention(world.device, clock),
         "copy": _copy(world.device, clock),
         "kernel": _kernel(world.device, clock),
-        "passes": passes(clock, quick) if kind == "cpu" else [],
+        "passes": passes(mesh, clock, quick) if kind == "cpu" else [],
         "update": update(clock) if kind == "cpu" else None,
-        "collectives": _collectives(world, QUICK_SIZES if quick else SIZES, repeats),
+        "collectives": _collectives(world, QUICK_SIZES if quick else SIZES, together),
     }
-    table = gather_bytes(json.dumps(found).encode(), Mesh(Layout(dp=world.size), world.device).group("world"))
+    table = gather_bytes(json.dumps(found).encode(), mesh.group("world"))
     return [json.loads(one) for one in table] if world.rank == 0 else None
 
 
@@ -70,23 +74,26 @@ def _cores(kind: str) -> int | None:
     return len(os.sched_getaffinity(0)) if kind == "cpu" else None
 
 
-def _clock(device: torch.device, repeats: int, shared: bool) -> Clock:
-    """The fastest of `repeats` runs or more, after one that is not counted.
+def _clock(device: torch.device, repeats: int, shared: bool, least_s: float) -> Clock:
+    """Each run's fastest of `repeats` rounds, or of as many as there are in `least_s`, after one that is not counted.
 
-    In processor time where processors are shared.
+    Where processors are shared it is the median of their processor time: a rank that another one has interrupted finds
+    other caches, and in training it always is.
     """
-    read = time.process_time if shared else time.perf_counter
+    read, chosen = (time.process_time, median) if shared else (time.perf_counter, min)
 
-    def seconds(run: Callable[[], object]) -> float:
-        taken: list[float] = []
-        until = time.perf_counter() + LEAST_S
+    def seconds(*runs: Callable[[], object]) -> list[float]:
+        taken: list[list[float]] = []
+        until = time.perf_counter() + least_s
         while len(taken) <= repeats or time.perf_counter() < until:
-            _settle(device)
-            begun = read()
-            run()
-            _settle(device)
-            taken.append(read() - begun)
-        return min(taken[1:])
+            taken.append([])
+            for run in runs:
+                _settle(device)
+                begun = read()
+                run()
+                _settle(device)
+                taken[-1].append(read() - begun)
+        return [float(chosen(each)) for each in zip(*taken[1:], strict=True)]
 
     return seconds
 
@@ -114,7 +121,7 @@ def _products(device: torch.device, clock: Clock) -> list[dict[str, Any]]:
                 break
             a = torch.randn(rows, inner, device=device).to(dtype)
             b = torch.randn(inner, columns, device=device).to(dtype)
-            seconds = clock(lambda a=a, b=b: a @ b)  # type: ignore[misc]
+            seconds = clock(lambda a=a, b=b: a @ b)[0]
             rate, name = rows * inner * columns / seconds, str(dtype).removeprefix("torch.")
             found.append({"dtype": name, "shape": [rows, inner, columns], "seconds": seconds})
     return found
@@ -124,7 +131,7 @@ def _attention(device: torch.device, clock: Clock) -> dict[str, Any]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     length = SEQUENCE[device.type]
     q = torch.randn(1, HEADS, length, HEAD_DIM, device=device, dtype=dtype)
-    seconds = clock(lambda: scaled_dot_product_attention(q, q, q, is_causal=True))
+    seconds = clock(lambda: scaled_dot_product_attention(q, q, q, is_causal=True))[0]
     flops = 2 * HEADS * length * length * HEAD_DIM  # of the causal half
     return {"dtype": str(dtype).removeprefix("torch."), "flops": flops, "seconds": seconds}
 
@@ -132,7 +139,7 @@ def _attention(device: torch.device, clock: Clock) -> dict[str, Any]:
 def _copy(device: torch.device, clock: Clock) -> dict[str, Any]:
     source = torch.ones(2**24, device=device)
     target = torch.empty_like(source)
-    return {"bytes": 2 * source.nbytes, "seconds": clock(lambda: target.copy_(source))}
+    return {"bytes": 2 * source.nbytes, "seconds": clock(lambda: target.copy_(source))[0]}
 
 
 def _kernel(device: torch.device, clock: Clock) -> float:
@@ -143,26 +150,40 @@ def _kernel(device: torch.device, clock: Clock) -> float:
         for _ in range(100):
             x.add_(1)
 
-    return clock(hundred) / 100
+    return clock(hundred)[0] / 100
 
 
-def _collectives(world: World, sizes: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
+def _collectives(world: World, sizes: tuple[int, ...], clock: Clock) -> list[dict[str, Any]]:
     """What each collective of each group of neighbours adds to a product, all groups at once; of `bytes` as a whole.
 
-    In the fastest rounds of both. Ranks come to a collective when their product is done, as they do in training.
+    Ranks come to a collective when their product is done, as they do in training.
     """
     found = []
     for ranks in (n for n in range(2, world.size + 1) if world.size % n == 0):
         mesh = Mesh(Layout(tp=ranks, dp=world.size // ranks), world.device)
-        a = torch.randn(BETWEEN, BETWEEN, device=mesh.device)
-        product = min(_round(lambda a=a: a @ a, mesh, repeats) for _ in range(ROUNDS))  # type: ignore[misc]
         for elements in sizes:
             whole = elements // ranks * ranks
             for name, run in _runs(mesh, whole).items():
-                both = min(_round(lambda a=a, run=run: (a @ a, run()), mesh, repeats) for _ in range(ROUNDS))  # type: ignore[misc]
-                seconds = max(LEAST_RUN_S, both - product)
+                seconds = _added(run, mesh, clock)
                 found.append({"operation": name, "ranks": ranks, "bytes": 4 * whole, "seconds": seconds})
     return found
+
+
+def _added(run: Callable[[], object], mesh: Mesh, clock: Clock) -> float:
+    """Seconds that a run adds to a product."""
+    a, zero = torch.randn(BETWEEN, BETWEEN, device=mesh.device), torch.zeros(1, device=mesh.device)
+
+    def repeated(*more: Callable[[], object]) -> None:
+        for _ in range(TOGETHER):
+            a @ a
+            for one in more:
+                one()
+
+    def meet() -> None:
+        all_reduce(zero, mesh.group("world"))
+
+    product, _, both, _ = clock(repeated, meet, lambda: repeated(run), meet)
+    return max(LEAST_RUN_S, (both - product) / TOGETHER)
 
 
 def _runs(mesh: Mesh, elements: int) -> dict[str, Callable[[], object]]:
@@ -175,19 +196,6 @@ def _runs(mesh: Mesh, elements: int) -> dict[str, Callable[[], object]]:
         "all_gather": lambda: gather_shards(whole, part, group).wait(),
     }
     return runs | ({"send": lambda: _to_and_fro(whole, group)} if group.size == 2 else {})
-
-
-def _round(run: Callable[[], object], mesh: Mesh, repeats: int) -> float:
-    """Seconds of one of `repeats` runs that follow each other, on the last rank to end."""
-    zero = torch.zeros(1, device=mesh.device)
-    all_reduce(zero, mesh.group("world"))
-    _settle(mesh.device)
-    begun = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    all_reduce(zero, mesh.group("world"))
-    _settle(mesh.device)
-    return (time.perf_counter() - begun) / repeats
 
 
 def _to_and_fro(x: torch.Tensor, group: Group) -> None:

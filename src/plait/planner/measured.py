@@ -2,7 +2,7 @@
 
 Peaks are what the best product reached here, so a measured machine's efficiencies are relative to itself. Links follow
 from the all-reduce: seconds = latency + bytes on the wire / bandwidth, the line through its smallest and largest size.
-Where ranks share processors, all figures are those of a rank with a processor of its own, and a plan has them share.
+Where ranks share processors, seconds are a processor's, and a plan has the ranks share it.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Probe:
         )  # fmt: skip
 
     @property
-    def sharers(self) -> float:
-        """Ranks on each core."""
-        return max(1.0, self.local / self.cores) if self.cores else 1.0
+    def shared(self) -> bool:
+        """Whether ranks share processors: then seconds are a processor's."""
+        return self.cores is not None and self.local > self.cores
 
     def peak(self, dtype: str) -> float:
         """The best rate of a product."""
@@ -96,7 +96,7 @@ def wires_of(probe: Probe) -> tuple[float, float]:
     """(bytes per second of one rank, seconds of one message) from the all-reduces of the largest group."""
     n = max((ranks for _, ranks, _, _ in probe.collectives), default=1)
     times = sorted(
-        (2 * size * (n - 1) / n, seconds / probe.sharers)
+        (2 * size * (n - 1) / n, seconds)
         for name, ranks, size, seconds in probe.collectives
         if name == "all_reduce" and ranks == n
     )
@@ -115,19 +115,25 @@ SENT: Mapping[str, Callable[[float, int], float]] = {
     "all_reduce": lambda size, n: 2 * size * (n - 1) / n,
     "all_gather": lambda size, n: size * (n - 1) / n,
     "reduce_scatter": lambda size, n: size * (n - 1) / n,
-    "send": lambda size, n: 2 * size,  # to and fro
+    "send": lambda size, n: size,
 }
 
 
-def timed_of(probe: Probe) -> list[dict[str, Any]]:
-    """Each collective of each group as start and bandwidth: the line that misses all sizes least, relatively."""
+def timed_of(probes: Sequence[Probe]) -> list[dict[str, Any]]:
+    """Each collective of each group as start and bandwidth: the line that misses all sizes least, relatively.
+
+    Of all ranks' seconds the one in the middle.
+    """
     found = []
-    for name, ranks in dict.fromkeys((name, ranks) for name, ranks, _, _ in probe.collectives):
-        sizes = [(SENT[name](size, ranks), t) for other, n, size, t in probe.collectives if (other, n) == (name, ranks)]
-        design = np.array([[1 / seconds, sent / seconds] for sent, seconds in sizes]) * probe.sharers
-        start, each = (float(x) for x in least_squares(design, np.ones(len(sizes))))
-        messages = 2 if name == "send" else 1
-        found.append({"operation": name, "ranks": ranks, "start": start / messages, "bandwidth": 1 / max(each, 1e-12)})
+    together = zip(*(probe.collectives for probe in probes), strict=True)
+    middle = [(*ranks[0][:3], median(seconds for *_, seconds in ranks)) for ranks in together]
+    for name, ranks in dict.fromkeys((name, ranks) for name, ranks, _, _ in middle):
+        sizes = [(SENT[name](size, ranks), t) for other, n, size, t in middle if (other, n) == (name, ranks)]
+        # A message was timed to and fro: twice its way, or what it takes of a processor on both of its sides.
+        messages = 2 if name == "send" and not probes[0].shared else 1
+        design = np.array([[1 / seconds, sent / seconds] for sent, seconds in sizes])
+        start, each = (float(x) / messages for x in least_squares(design, np.ones(len(sizes))))
+        found.append({"operation": name, "ranks": ranks, "start": start, "bandwidth": 1 / max(each, 1e-12)})
     return found
 
 
@@ -143,7 +149,7 @@ def cluster_toml(probes: Sequence[Probe]) -> str:
     }  # fmt: skip
     link = {"bandwidth": bandwidth, "latency": latency, "source": "plait measure: all-reduce"}
     alone = _alone(first, peaks)
-    measured = alone | _of_passes(first, device, alone["attention"]) | {"link": 1.0, "collectives": timed_of(first)}
+    measured = alone | _of_passes(probes, device, alone["attention"]) | {"link": 1.0, "collectives": timed_of(probes)}
     cores = {"cores": float(first.cores)} if first.cores else {}
     document = {
         "name": "measured", "node": first.local, **cores, "device": device, "links": [link], "measured": measured,
@@ -162,16 +168,24 @@ def _alone(probe: Probe, peaks: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-def _of_passes(probe: Probe, device: Mapping[str, Any], attention: float) -> dict[str, Any]:
-    """What passes of whole blocks say, which goes before: in a program operations meet other caches than alone."""
-    if not probe.passes or probe.updated is None:
+def _of_passes(probes: Sequence[Probe], device: Mapping[str, Any], attention: float) -> dict[str, Any]:
+    """What passes of whole blocks say, which goes before: in a program operations meet other caches than alone.
+
+    Of the ranks the one in the middle, pass by pass.
+    """
+    first, updates = probes[0], [probe.updated for probe in probes if probe.updated is not None]
+    if not first.passes or not updates:
         return {}
-    fit = fit_passes(Device.model_validate(device), attention, probe.passes)
-    elements, seconds = probe.updated
-    gemm = {name: _mean_rate(probe, name) / probe.peak(name) for name in probe.products} | {"float32": fit.gemm}
+    trials = [
+        {**trial, **{way: median(probe.passes[at][way] for probe in probes) for way in ("forward", "backward")}}
+        for at, trial in enumerate(first.passes)
+    ]
+    fit = fit_passes(Device.model_validate(device), attention, trials)
+    update = median(elements / seconds for elements, seconds in updates)
+    gemm = {name: _mean_rate(first, name) / device["peaks"][name] for name in first.products} | {"float32": fit.gemm}
     return {
-        "gemm": gemm, "memory": fit.memory, "operands": fit.operands,
-        "kernel": fit.kernel, "update": ADAM * elements / seconds / probe.bandwidth,
+        "gemm": gemm, "memory": fit.memory, "operands": fit.operands, "kernel": fit.kernel,
+        "update": ADAM * update / device["bandwidth"],
     }  # fmt: skip
 
 

@@ -1,8 +1,9 @@
-"""From timed passes of small blocks and heads (`parallel/passes.py`) to the rates of a device: a fit of the very counts
-that a plan is made of.
+"""From timed passes of small stages (`parallel/passes.py`) to the rates of a device: a fit of the very counts that a
+plan is made of.
 
 What a pass takes is linear in a few numbers (`pace.passes`): seconds of a FLOP, of a byte, of a product's operands, of
-a kernel's start. They are found by least squares of relative residuals, none below zero; attention was timed alone.
+a kernel's start. They are found by least squares of relative residuals, none below zero; attention was timed alone. A
+row is a forward and its backward together: how a program's own time falls on the two, kernels do not count.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from plait.planner.block import INDEX, How, block_counts, head_counts
+from plait.planner.block import INDEX
 from plait.planner.ground import Ground
+from plait.planner.job import Job
 from plait.planner.stack import load_stack
+from plait.planner.work import position_counts
 from plait.spec.cluster import Cluster, Device, Link
 from plait.spec.model import ModelSpec
 
@@ -37,11 +40,11 @@ def fit_passes(device: Device, attention: float, trials: Sequence[Mapping[str, A
     """The rates under which the passes of a float32 device are predicted best; `attention` is known."""
     rows, rest, seconds = [], [], []
     for trial in trials:
-        for counts, name in zip(trial_counts(device, trial), ("forward", "backward"), strict=True):
-            rows.append([counts[INDEX[column]] for column in FITTED])
-            rows[-1][0] += counts[INDEX["wide"]]
-            seconds.append(trial[name])
-            rest.append(trial[name] - counts[INDEX["attention"]] / attention)
+        counts = trial_counts(device, trial).sum(0)
+        rows.append([counts[INDEX[column]] for column in FITTED])
+        rows[-1][0] += counts[INDEX["wide"]]
+        seconds.append(trial["forward"] + trial["backward"])
+        rest.append(seconds[-1] - counts[INDEX["attention"]] / attention)
     design, target = np.array(rows) / np.array(seconds)[:, None], np.array(rest) / np.array(seconds)
     found = least_squares(design, target)
     gemm, operands, traffic, kernels = (max(float(x), 1e-12) for x in found)
@@ -65,10 +68,11 @@ def least_squares(design: np.ndarray, target: np.ndarray) -> np.ndarray:
 def trial_counts(device: Device, trial: Mapping[str, Any]) -> np.ndarray:
     """(forward, backward) counts of a trial's pass."""
     spec = ModelSpec(
-        vocab=trial["vocab"] or 8, hidden=trial["hidden"], layers=1, heads=trial["heads"], ffn=trial["ffn"],
+        vocab=trial["vocab"], hidden=trial["hidden"], layers=trial["layers"], heads=trial["heads"], ffn=trial["ffn"],
         max_sequence=trial["sequence"], kv_heads=trial["heads"], head_dim=HEAD_DIM,
     )  # fmt: skip
     alone = Cluster(name="alone", device=device, node=1, links=(Link(bandwidth=1e12, latency=0.0),))
     ground = Ground.of(spec, load_stack("plait"), alone)
-    how = How(trial["rows"] * trial["sequence"], trial["sequence"], 1, 1, 1, 1, 1, False, "float32", (), 1, 1)
-    return head_counts(ground, how) if trial["vocab"] else block_counts(ground, ground.shape.kinds[0], how)
+    job = Job(micro=trial["rows"], batch=trial["rows"], sequence=trial["sequence"], compute="float32")
+    whole: np.ndarray = position_counts(ground, job)[0]
+    return whole
