@@ -88,8 +88,8 @@ SCHEDULES = ("1f1b", "interleaved", "zb-h1")
 
 
 class Taken(NamedTuple):
-    """Seconds of each step: the slowest rank's by the clock, all ranks' of processor time, and those of the machine's
-    cores that other programs had meanwhile.
+    """Seconds of each step: by the clock, until the slowest rank is done; all ranks' of processor time; and those of
+    the machine's cores that other programs had meanwhile.
     """
 
     seconds: list[float]
@@ -98,8 +98,9 @@ class Taken(NamedTuple):
 
     @property
     def own(self) -> float:
-        """Seconds of a step, without those that other programs took: each has the cores for itself in turn."""
-        return median(s - others / CORES for s, others in zip(self.seconds, self.others, strict=True))
+        """Seconds of a step without those that other programs had the cores; no less than its own work takes there."""
+        steps = zip(self.seconds, self.processor, self.others, strict=True)
+        return median(max(s - others / CORES, processor / CORES) for s, processor, others in steps)
 
 
 def take(case: Case, size: Size, warm: int, steps: int) -> Taken:
@@ -122,10 +123,10 @@ def _on_rank(world: World, case: Case, size: Size, warm: int, steps: int) -> Tak
         begun, own, every = perf_counter(), process_time(), machine_seconds()
         side.backward()
         side.update()
-        ended, spent = perf_counter() - begun, process_time() - own
+        spent = process_time() - own
         dist.barrier()
         if number >= warm:
-            taken.seconds.append(ended)
+            taken.seconds.append(perf_counter() - begun)
             taken.processor.append(spent)
             taken.others.append(machine_seconds() - every)
     return taken

@@ -36,8 +36,8 @@ def test_noise_is_what_two_runs_differ_by_without_what_other_programs_had():
     two = list(cases(TINY, 2))[:2]
     other, none = [2.0 * CORES], [0.0]
     runs = [
-        [Taken([1.0, 9.0, 1.0], [2.0], 3 * none), Taken([4.0], [2.0], other)],
-        [Taken([1.1], [2.0], none), Taken([2.0], [2.0], none)],
+        [Taken([1.0, 9.0, 1.0], 3 * [0.5], 3 * none), Taken([4.0], [2.0], other)],
+        [Taken([1.1], [0.5], none), Taken([2.0], [2.0 * CORES], other)],
     ]
     result = judge(two, [{"products": 1.0}, {"products": 3.0}], runs)
     assert result["noise"] == {"median": pytest.approx(0.05), "worst": pytest.approx(0.1)}
@@ -45,7 +45,9 @@ def test_noise_is_what_two_runs_differ_by_without_what_other_programs_had():
 
 
 def test_layouts_of_two_ranks_are_planned_trained_and_told():
-    asked = Namespace(ranks=2, turns=1, steps=1, warm=0, tiny=True, long=False, cluster=CATALOGUE / "clusters" / "cpu.toml")
+    asked = Namespace(
+        ranks=2, turns=1, steps=1, warm=0, tiny=True, long=False, cluster=CATALOGUE / "clusters" / "cpu.toml"
+    )
     result = hold(asked)
     assert all(case["seconds"] > 0 and case["predicted_s"] > 0 for case in result["cases"])
     assert len(lines(result)) == len(result["cases"]) + 5
