@@ -69,6 +69,8 @@ class Tracker(TorchDispatchMode):
         self._born = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._followed:
+            self._follow()  # what was freed since then made room for what is born now
         given = {_address(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):

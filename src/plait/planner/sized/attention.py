@@ -5,7 +5,7 @@ from __future__ import annotations
 from plait.planner.sized import ops
 from plait.planner.sized.context import exchange_heads, exchange_tokens, ring_attention, widened
 from plait.planner.sized.hash import hashed
-from plait.planner.sized.layers import column, norm, row
+from plait.planner.sized.layers import alone, column, norm, row
 from plait.planner.sized.stage import Stage, Tables
 from plait.planner.sized.tape import Sized
 
@@ -155,10 +155,10 @@ def _latent(s: Stage, x: Sized, path: str, where: Tables) -> Sized:
     heads = model.heads // s.tp
     q = x
     small, k_rotated = ops.split(
-        t, column(s, x, f"{path}.kv_down", model.hidden), [s.seat.between * n for n in (latent.kv_rank, rotated)]
+        t, alone(s, x, f"{path}.kv_down", model.hidden), [s.seat.between * n for n in (latent.kv_rank, rotated)]
     )
     if latent.q_rank is not None:
-        q = column(s, x, f"{path}.q_down", model.hidden)
+        q = alone(s, x, f"{path}.q_down", model.hidden)
         q = norm(s, q, f"{path}.q_latent_norm", "rms", s.seat.between)
     q = column(s, q, f"{path}.q", latent.q_rank or model.hidden)
     kv = column(s, norm(s, small, f"{path}.kv_latent_norm", "rms", s.seat.between), f"{path}.kv", latent.kv_rank)

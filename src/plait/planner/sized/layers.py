@@ -36,6 +36,14 @@ def column(s: Stage, x: Sized, path: str, inputs: int) -> Sized:
     return _column(s, x, weight, bias, inputs)
 
 
+def alone(s: Stage, x: Sized, path: str, inputs: int) -> Sized:
+    """A linear that every rank has whole, of the tokens that are here."""
+    weight, bias = s.weights[f"{path}.weight"], s.weights.get(f"{path}.bias")
+    if s.late is not None:
+        return _late(s, x, weight, bias, inputs, spread=False)
+    return ops.linear(s.tape, x, weight, bias, inputs)
+
+
 def _column(s: Stage, x: Sized, weight: Leaf, bias: Leaf | None, inputs: int) -> Sized:
     t, split, over = s.tape, s.split, s.spread
     whole = over.gather(t, x) if split else x

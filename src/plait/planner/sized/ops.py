@@ -263,8 +263,9 @@ def log_sums(t: Tape, x: Sized, vectors: int) -> Sized:
     def backward(saved: Saved, grads: Grads) -> Grads:
         difference = like(t, saved[0])
         exponential = like(t, difference)
+        found = like(t, exponential)
         del difference
-        return (like(t, exponential),)
+        return (found,)
 
     t.record((x,), (out,), (x, out), backward)
     return out
