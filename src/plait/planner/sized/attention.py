@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from plait.planner.sized import ops
 from plait.planner.sized.context import exchange_heads, exchange_tokens, ring_attention, widened
-from plait.planner.sized.hash import hashed
 from plait.planner.sized.layers import alone, column, norm, row
+from plait.planner.sized.masks import hashed, visible
 from plait.planner.sized.stage import Stage, Tables
 from plait.planner.sized.tape import Sized
 
@@ -72,7 +72,7 @@ def _whole(s: Stage, q: Sized, k: Sized, v: Sized, dim: int, value: int) -> Size
         return ops.copied(t, y) if q.elements > s.rows * length * dim else y
     window = run.model.window
     plain = not run.data.mask_documents and (window is None or window >= length)
-    seen = None if plain else visible(s, length)
+    seen = None if plain else visible(s, length**2)
     if dim != value:
         y = _in_pieces(s, (q, k, v), seen, (length, dim, value), several)
         return ops.copied(t, y) if q.elements > s.rows * length * dim else y
@@ -109,24 +109,6 @@ def _masked(s: Stage, scores: Sized) -> Sized:
     return out
 
 
-def visible(s: Stage, length: int) -> Sized:
-    """Which key each query sees: a byte each."""
-    t, run = s.tape, s.seat.run
-    square = length**2
-    found = t.new(square, ops.BOOL)
-    if run.model.window is not None:
-        difference = t.new(square, ops.LONG)
-        near = t.new(square, ops.BOOL)
-        del difference
-        found = t.new(square, ops.BOOL)
-        del near
-    if run.data.mask_documents:
-        same = t.new(s.rows * square, ops.BOOL)
-        found = t.new(s.rows * square, ops.BOOL)
-        del same
-    return found
-
-
 def _with_dropout(s: Stage, q: Sized, k: Sized, v: Sized, dims: tuple[int, int], several: bool) -> Sized:
     """Probabilities are dropped, so they stand whole."""
     t, (dim, value), length = s.tape, dims, s.seat.run.batch.sequence
@@ -142,7 +124,7 @@ def _with_dropout(s: Stage, q: Sized, k: Sized, v: Sized, dims: tuple[int, int],
 
 def _hidden(s: Stage, scores: Sized, length: int) -> Sized:
     """Scores of keys that are not seen are out."""
-    unseen = s.tape.new(visible(s, length).elements, ops.BOOL)
+    unseen = s.tape.new(visible(s, length**2).elements, ops.BOOL)
     return ops.elementwise(s.tape, scores, (unseen,))
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from plait.placement.tiles import Tile, tiles
 from plait.placement.tokens import Runs, ring_chunks, ring_runs
 from plait.planner.sized import ops
-from plait.planner.sized.hash import hashed
+from plait.planner.sized.masks import hashed, visible
 from plait.planner.sized.stage import Stage
 from plait.planner.sized.tape import Grads, Saved, Sized, Tape
 
@@ -179,22 +179,7 @@ def _length(places: slice) -> int:
 
 def _masks(ring: _Ring, tile: Tile) -> Sized | None:
     """Who sees whom in a tile, where that is not the tile's own order."""
-    if tile.kind != "masked":
-        return None
-    run, t = ring.s.seat.run, ring.t
-    square = _length(tile.queries) * _length(tile.keys)
-    found = t.new(square, ops.BOOL)
-    if run.model.window is not None:
-        difference = t.new(square, ops.LONG)
-        near = t.new(square, ops.BOOL)
-        del difference
-        found = t.new(square, ops.BOOL)
-        del near
-    if run.data.mask_documents:
-        same = t.new(ring.samples * square, ops.BOOL)
-        found = t.new(ring.samples * square, ops.BOOL)
-        del same
-    return found
+    return visible(ring.s, _length(tile.queries) * _length(tile.keys)) if tile.kind == "masked" else None
 
 
 def _fused(ring: _Ring) -> bool:

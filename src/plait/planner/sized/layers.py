@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from plait.planner.sized import ops
-from plait.planner.sized.hash import hashed
+from plait.planner.sized.masks import hashed
 from plait.planner.sized.stage import Stage
 from plait.planner.sized.tape import Grads, Leaf, Saved, Sized, Tape
 

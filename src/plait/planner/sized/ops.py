@@ -117,7 +117,7 @@ def rms_norm(t: Tape, x: Sized, weight: Leaf, vectors: int) -> Sized:
     x = cast(t, x, wide)
     squares = square(t, x)
     mean = _mean(t, squares, vectors)
-    root = _rsqrt(t, mean)
+    root = _power(t, mean, keeps="result")
     del squares, mean
     normal = multiply(t, x, root)
     out = multiply(t, normal, weight)
@@ -126,14 +126,19 @@ def rms_norm(t: Tape, x: Sized, weight: Leaf, vectors: int) -> Sized:
 
 def square(t: Tape, x: Sized) -> Sized:
     """x²."""
+    return _power(t, x, keeps="input")
+
+
+def _power(t: Tape, x: Sized, keeps: str) -> Sized:
+    """A power of each element; its gradient is made in three steps. `keeps`: its "input" or its "result"."""
     out = t.new(x.elements, x.width)
 
-    def backward(saved: Saved, grads: Grads) -> Grads:
-        first = like(t, grads[0])
-        second = like(t, first)
-        return (like(t, second),)
+    def backward(_: Saved, grads: Grads) -> Grads:
+        power = like(t, grads[0])
+        factor = like(t, power)
+        return (like(t, factor),)
 
-    t.record((x,), (out,), (x,), backward)
+    t.record((x,), (out,), ({"input": x, "result": out}[keeps],), backward)
     return out
 
 
@@ -141,18 +146,6 @@ def _mean(t: Tape, x: Sized, vectors: int) -> Sized:
     out, elements = t.new(vectors, x.width), x.elements
     t.record((x,), (out,), (), lambda _, grads: (t.new(elements, out_width),))
     out_width = out.width
-    return out
-
-
-def _rsqrt(t: Tape, x: Sized) -> Sized:
-    out = t.new(x.elements, x.width)
-
-    def backward(_: Saved, grads: Grads) -> Grads:
-        first = like(t, grads[0])
-        second = like(t, first)
-        return (like(t, second),)
-
-    t.record((x,), (out,), (out,), backward)
     return out
 
 
