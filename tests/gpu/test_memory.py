@@ -14,7 +14,7 @@ from plait.models.decoder import Decoder
 from plait.parallel.launch import World, launch
 from plait.parallel.mesh import Mesh
 from plait.parallel.parallelize import parallelize
-from plait.placement.bytes import state_bytes
+from plait.planner.seat import Seat
 from plait.proof.verify import verify
 from plait.spec.fit import fit
 from plait.spec.load import load
@@ -39,7 +39,7 @@ def one_step(world: World, run: RunSpec) -> tuple[float, dict[str, int], int, in
     for number in (1, 2):
         sums = step.backward(number, batch(samples, number - 1, run.batch.global_size, rows))
         step.update(sums)
-    formula = state_bytes(parallel.placements, run, world.rank)
+    formula = Seat(run, mesh.layout, world.rank).states()
     return sums.loss, formula, torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
 
 

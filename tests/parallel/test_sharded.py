@@ -12,8 +12,7 @@ from plait.parallel.mesh import Mesh
 from plait.parallel.row import Row
 from plait.parallel.traffic import TrafficCounter
 from plait.parallel.zero import States, Unit
-from plait.placement.bytes import state_bytes
-from plait.placement.place import place
+from plait.planner.seat import Seat
 from plait.spec.fit import fit
 from plait.spec.layout import Layout
 from plait.spec.model import ModelSpec
@@ -77,8 +76,7 @@ def measured_states(run: RunSpec) -> list[tuple[dict[str, int], dict[str, int]]]
         mine.step.update(mine.backward())
         moments = [x for state in mine.step.optimizer.state.values() for x in state.values() if x.ndim]
         held = mine.step.states.bytes_held() | {"moments": sum(x.numel() * x.element_size() for x in moments)}
-        placements = place(run.model, mine.mesh.layout, run.zero)
-        return held, state_bytes(placements, run, rank)
+        return held, Seat(run, mine.mesh.layout, rank).states()
 
     return on_ranks(fit(run).world, step)
 

@@ -14,13 +14,11 @@ from plait.models.decoder import Decoder
 from plait.models.dropout import step_key
 from plait.models.init import initialise
 from plait.models.where import Where
-from plait.parallel import pipeline
 from plait.parallel.recompute import recompute
 from plait.parallel.stage import DecoderStage, Tensors
 from plait.parallel.tracker import StepBytes, Tracker, storage_bytes
-from plait.placement.activations import activations
-from plait.placement.stages import stages_of
-from plait.report import memory
+from plait.planner.seat import Seat
+from plait.planner.sized.kept import kept
 from plait.report.memory import peak_activations
 from plait.schedule import live
 from plait.schedule.of_run import schedules
@@ -85,7 +83,7 @@ def run_with(model: ModelSpec, compute: Any = "float32", documents: bool = False
 
 
 def measured(run: RunSpec) -> StepBytes:
-    """One forward and backward of the whole model. Gradients are not counted, but what a chunked loss keeps is."""
+    """Forward and backward of the whole model, of a second micro-batch: the gradients of a first one are there."""
     model = Decoder(run.model, "cpu", getattr(torch, run.precision.compute))
     initialise(model, seed=1, randomise=True)
     recompute(model, run.recompute)
@@ -94,11 +92,15 @@ def measured(run: RunSpec) -> StepBytes:
     where = Where.of(torch.arange(ROWS), SEQUENCE, step_key(1, 1))
     if run.data.mask_documents:
         where = where._replace(documents=torch.zeros_like(tokens), positions=where.positions.expand(ROWS, SEQUENCE))
-    with Tracker() as tracker, tracker.watch([model]):
+
+    def micro_batch() -> None:
         terms = model(tokens, where, tokens)[1]
         sum(value for value in terms.values() if value.requires_grad).backward()
-    table = model.head.projection.weight if run.recompute.loss_chunk else None
-    return tracker.report(p.grad for p in model.parameters() if p.grad is not None and p is not table)
+
+    micro_batch()
+    with Tracker() as tracker, tracker.watch([model]):
+        micro_batch()
+    return tracker.report()
 
 
 # --- what the means save ----------------------------------------------------------------------------------------------
@@ -134,7 +136,7 @@ def test_the_peak_of_a_loss_in_chunks_does_not_grow_with_tokens_times_vocabulary
 
 # --- the prediction ---------------------------------------------------------------------------------------------------
 
-HELD, PEAK = 0.002, 0.10  # relative errors
+HELD, PEAK = 0.002, 0.02  # relative errors
 MODELS: dict[str, dict[str, Any]] = {
     "rms": {},
     "layer norm, gelu, learned positions": {"norm": "layer", "mlp": "gelu", "positions": "learned", "mlp_bias": True},
@@ -159,9 +161,10 @@ def test_predicted_activations_are_those_that_are_counted(name: str, compute: st
     for how in HOW:
         model = spec_of(**MODELS[name])
         run = run_with(model.model_copy(update={"z_loss": 0.0}) if "loss_chunk" in how else model, compute, **how)
-        counted, predicted = measured(run), activations(run, Layout(), range(model.layers), first=True, last=True)
+        counted, predicted = measured(run), kept(Seat(run, Layout(), 0), 0, splits=False)
         assert predicted.held == pytest.approx(counted.between, rel=HELD), how
-        assert predicted.held + predicted.beside == pytest.approx(counted.peak, rel=PEAK), how
+        peak = max(predicted.forward, predicted.held + predicted.whole)
+        assert peak == pytest.approx(counted.peak, rel=PEAK), how
 
 
 @pytest.mark.quick(2)
@@ -191,10 +194,9 @@ def test_ranks_of_a_split_run_hold_what_show_memory_says(layout: dict[str, Any],
     picture = peak_activations(run, sizes)
     for rank, counted in enumerate(on_ranks(sizes.world, step)):
         predicted = picture[sizes.coordinates(rank).pp]
-        # How many messages are on their way when somebody looks is a matter of time; at most as many as predicted.
-        assert 0.98 * predicted.in_flight <= counted.between <= 1.02 * (predicted.in_flight + predicted.messages)
+        assert 0.98 * predicted.in_flight <= counted.between <= counted.peak
         # At 32 tokens the gradient of a weight, whose moment varies, is a tenth of a peak.
-        assert 0.9 * (predicted.peak - predicted.messages) <= counted.peak <= 1.1 * predicted.peak
+        assert counted.peak == pytest.approx(predicted.peak, rel=0.07)
 
 
 # --- between B and W --------------------------------------------------------------------------------------------------
@@ -205,9 +207,10 @@ WIDER = T0_GROUPED.model_copy(update={"hidden": 64, "ffn": 192, "vocab": 300, "l
 def second_figure(run: RunSpec) -> list[int]:
     """What the checker says that each pipeline rank holds from B to W at its peak, in bytes."""
     layout = fit(run)
-    stages = stages_of(run, layout)
-    of = [activations(run, layout, layers, s == 0, s == stages.last) for s, layers in enumerate(stages.layers)]
-    held = live(schedules(run, layout.dp)[0], [stage.held for stage in of], [stage.late for stage in of])
+    schedule = schedules(run, layout.dp)[0]
+    seats = [Seat(run, layout, layout.rank(pp=pp)) for pp in schedule.owner]
+    of = [kept(seat, stage, splits=True) for stage, seat in enumerate(seats)]
+    held = live(schedule, [stage.between for stage in of], [stage.late for stage in of])
     return [rank.weight for rank in held]
 
 
@@ -284,7 +287,3 @@ def most_left_for_w(run: RunSpec) -> int:
     with mock.patch.object(DecoderStage, "backward_input", watched):
         mine.backward()
     return max(found)
-
-
-def test_the_picture_and_the_executor_agree_on_messages_in_flight() -> None:
-    assert memory.SENDS_IN_FLIGHT == pipeline.SENDS_IN_FLIGHT

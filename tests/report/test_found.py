@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from plait.placement.stages import stage_flops, stages_of
+from plait.planner.seat import Seat
 from plait.report.found import Asked, FoundPicture, picture_found
 from plait.report.memory import peak_activations
 from plait.spec.errors import UsageError
@@ -60,6 +61,6 @@ def test_it_is_never_longer_than_the_best_named_one_and_keeps_the_limit() -> Non
         assert (picture.best is not None) is fits
         assert picture.best is None or picture.timeline.step <= picture.best[1]
         run = load(None, [*RUN, "schedule.name=1f1b"])
-        batch = 2 * 8 * 12 * run.batch.sequence
+        batch = Seat(run, fit(run), 0).batch
         most = max(rank.in_flight - batch for rank in peak_activations(run, fit(run)))
         assert picture.limit_bytes == int(limit * most)

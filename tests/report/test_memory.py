@@ -1,9 +1,11 @@
 """The picture of memory: every figure is a sum over placement records, whichever rank is asked."""
 
+from collections import defaultdict
+
 import pytest
 
-from plait.placement.bytes import state_bytes
-from plait.placement.place import place
+from plait.planner.seat import Seat
+from plait.planner.sized.step import peak
 from plait.report.memory import MemoryPicture, picture_memory
 from plait.spec.fit import fit
 from plait.spec.layout import Layout
@@ -18,15 +20,18 @@ def pictured(*overrides: str) -> MemoryPicture:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_every_rank_holds_what_the_picture_says_of_its_place(stage: int) -> None:
+def test_no_rank_holds_more_than_the_picture_says_of_its_place_and_one_holds_it(stage: int) -> None:
     run = load(None, UNEVEN)
     layout = fit(run)
     places = {(place.pp, place.tp): place for place in picture_memory(run, layout).zero[stage]}
-    placements = place(run.model, layout, run.zero.model_copy(update={"stage": stage}))
+    run = run.model_copy(update={"zero": run.zero.model_copy(update={"stage": stage})})
+    held: defaultdict[tuple[int, int], list[dict[str, int]]] = defaultdict(list)
     for rank in range(layout.world):
         at = layout.coordinates(rank)
-        assert state_bytes(placements, run, rank) == places[at.pp, at.tp].kinds
-    assert len(places) == 4
+        held[at.pp, at.tp].append(Seat(run, layout, rank).states())
+    for place, ranks in held.items():
+        assert {kind: max(states[kind] for states in ranks) for kind in ranks[0]} == places[place].kinds
+    assert len(held) == 4
 
 
 def test_padding_is_what_the_equal_slices_hold_beyond_the_tensors() -> None:
@@ -71,3 +76,26 @@ def test_it_says_what_is_not_counted() -> None:
 def test_without_replicas_zero_has_nobody_to_share_with() -> None:
     assert "ZeRO saves nothing here" in pictured("layout.tp=2").text(100)
     assert "ZeRO saves nothing here" not in pictured("layout.dp=2").text(100)
+
+
+def test_b85_logits_are_a_line_of_their_own_and_tensor_parallelism_divides_them() -> None:
+    """4096 tokens over 128256 words: 1.957 GiB in fp32 on the stage with the head."""
+    words = ("model.preset=llama3-8b", "batch.sequence=4096", "batch.micro_size=1", "precision.compute=bfloat16")
+    first, last = pictured(*words, "layout.pp=2").activations
+    assert first.logits == 0
+    assert last.logits / 2**30 == pytest.approx(1.957, abs=0.001)
+    (spread,) = pictured(*words, "layout.tp=8").activations
+    assert spread.logits == last.logits / 8
+
+
+def test_experts_spread_over_ranks_are_counted_with_the_tokens_that_are_here() -> None:
+    """As the step in sizes that `plait plan` prints."""
+    words = (
+        "model.preset=mixtral-8x7b", "layout.tp=2", "layout.ep=8", "layout.pp=4", "layout.dp=8", "batch.sequence=4096",
+        "batch.global_size=128", "batch.micro_size=1", "precision.compute=bfloat16",
+    )  # fmt: skip
+    run = load(None, words)
+    layout = fit(run)
+    for found in picture_memory(run, layout).activations:
+        exact = peak(Seat(run, layout, layout.rank(pp=found.pp))).activations
+        assert found.peak == pytest.approx(exact, rel=1e-3)

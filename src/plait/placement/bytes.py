@@ -1,12 +1,10 @@
-"""Bytes of model states per rank, read off the buffers: weights, gradients, master copy, moments."""
+"""Bytes of one element of each kind of model state: weights, gradients, master copy, moments."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from plait.placement.buffer import buffers
-from plait.placement.place import Placements
-from plait.spec.run import SHARD_UNITS, RunSpec
+from plait.spec.run import RunSpec
 
 SIZES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -25,14 +23,4 @@ def element_bytes(run: RunSpec) -> dict[str, int]:
         "gradients": full if accumulate == "float32" else SIZES[accumulate],
         "master": full if compute < full else 0,
         "moments": moments * full,
-    }
-
-
-def state_bytes(placements: Placements, run: RunSpec, rank: int) -> dict[str, int]:
-    """Kind of state -> bytes on `rank`, the padding of its buffers included."""
-    stage = next(iter(placements.values())).zero_stage
-    held = buffers(placements, rank, SHARD_UNITS[run.optim.name])
-    return {
-        kind: each * sum(b.length if stage >= SHARDED_FROM[kind] else b.size for b in held)
-        for kind, each in element_bytes(run).items()
     }

@@ -15,6 +15,7 @@ from plait.placement.buffer import SHARDING
 from plait.placement.bytes import SIZES, element_bytes
 from plait.placement.place import Placements
 from plait.placement.stages import StageMap
+from plait.planner.steady import LONG, numbers_per_token
 from plait.schedule.actions import DROP, REDUCE, Action, Program, Schedule, W
 from plait.schedule.of_run import schedules
 from plait.spec.layout import Coordinates, Layout
@@ -103,12 +104,18 @@ class Seat:
 
     @property
     def micro_batches(self) -> int:
-        return self.run.batch.global_size // (self.layout.dp * self.run.batch.micro_size)
+        return self.run.batch.micro_batches(self.layout.dp)
 
     @property
     def tokens(self) -> int:
         """Of one micro-batch on this rank, where all tp ranks have the same."""
         return self.run.batch.micro_size * self.run.batch.sequence // self.layout.cp
+
+    @property
+    def batch(self) -> int:
+        """Bytes of a step's tokens, labels and places on this rank."""
+        places = 0 if self.run.data.mask_documents else self.tokens // self.run.batch.micro_size
+        return LONG * (numbers_per_token(self.run) * self.micro_batches * self.tokens + places)
 
     @property
     def between(self) -> int:

@@ -67,7 +67,7 @@ def count(run: RunSpec, world: int, ranks: Sequence[int], backend: str = "nccl")
 
 
 def _count(run: RunSpec, layout: Layout, rank: int, backend: str) -> Count:
-    micro_batches = run.batch.global_size // (layout.dp * run.batch.micro_size)
+    micro_batches = run.batch.micro_batches(layout.dp)
     lengths = counted_lengths(run, layout, rank, micro_batches)
     with alone(rank, layout.world):
         mesh = Mesh(layout, "cpu", backend)

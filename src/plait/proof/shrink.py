@@ -77,7 +77,7 @@ def _sequence(run: RunSpec) -> int:
 
 def _batch(run: RunSpec) -> Any:
     dp = run.layout.dp or 1
-    micro_batches = run.batch.global_size // (dp * run.batch.micro_size)
+    micro_batches = run.batch.micro_batches(dp)
     keep = min(micro_batches, 2 * run.layout.pp + 1)
     micro = min(run.batch.micro_size, 2)
     return run.batch.model_copy(

@@ -13,8 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from plait.placement.activations import activations
 from plait.placement.stages import StageMap, stage_flops, stages_of
+from plait.planner.seat import Seat
+from plait.planner.sized.kept import kept
 from plait.report.measured import read_spans
 from plait.report.schedule import SchedulePicture, sizes
 from plait.schedule import Costs, Kind, Span, check, lower
@@ -70,7 +71,7 @@ def picture_found(run: RunSpec, layout: Layout, asked: Asked) -> FoundPicture:
     """Search a schedule for a run that fits its layout. Raises UsageError where not one micro-batch fits."""
     stages = stages_of(run, layout)
     memory = _memory(run, layout, stages, asked.limit)
-    micro_batches = run.batch.global_size // (layout.dp * run.batch.micro_size)
+    micro_batches = run.batch.micro_batches(layout.dp)
     costs, where = _costs(run, stages, asked)
     task = Task(stages.owner, micro_batches, costs, memory)
     found = replace(search(task).schedule, name="found")
@@ -91,16 +92,12 @@ def picture_found(run: RunSpec, layout: Layout, asked: Asked) -> FoundPicture:
 
 def _memory(run: RunSpec, layout: Layout, stages: StageMap, share: float) -> Memory:
     """Bytes of each stage, and the same limit for each rank."""
-    held = [activations(run, layout, layers, s == 0, s == stages.last) for s, layers in enumerate(stages.layers)]
     plain = run.model_copy(update={"schedule": ScheduleSpec(name="1f1b")})
-    line = stages_of(plain, layout)
-    micro_batches = run.batch.global_size // (layout.dp * run.batch.micro_size)
-    most = max(
-        activations(plain, layout, layers, s == 0, s == line.last).held * min(layout.pp - s, micro_batches)
-        for s, layers in enumerate(line.layers)
-    )
-    limit = (int(share * most),) * layout.pp
-    return Memory(tuple(stage.held for stage in held), tuple(stage.late for stage in held), limit)
+    micro_batches = run.batch.micro_batches(layout.dp)
+    line = [kept(Seat(plain, layout, layout.rank(pp=pp)), pp, splits=False).between for pp in range(layout.pp)]
+    most = max(held * min(layout.pp - pp, micro_batches) for pp, held in enumerate(line))
+    own = [kept(Seat(run, layout, layout.rank(pp=pp)), stage, splits=True) for stage, pp in enumerate(stages.owner)]
+    return Memory(tuple(one.between for one in own), tuple(one.late for one in own), (int(share * most),) * layout.pp)
 
 
 def _costs(run: RunSpec, stages: StageMap, asked: Asked) -> tuple[Costs, str]:

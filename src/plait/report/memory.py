@@ -1,7 +1,7 @@
 """Where the memory goes: bytes of model states on a rank of each stage, by kind, and the same under every ZeRO stage.
 
-All bytes come from the placement records and, for activations, from what each module keeps. Buffers of collectives and
-what the framework takes for itself are not counted, and the picture says so.
+All bytes come from the placement records and, for activations, from one micro-batch of each stage run in sizes. Buffers
+of collectives and what the framework takes for itself are not counted, and the picture says so.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from plait.placement import Placement, buffers, place, stages_of
-from plait.placement.activations import activations
-from plait.placement.bytes import SHARDED_FROM, SIZES, element_bytes, state_bytes
+from plait.placement import stages_of
+from plait.placement.bytes import SHARDED_FROM, SIZES, element_bytes
+from plait.planner.seat import Seat
+from plait.planner.sized.kept import kept, peak_of
 from plait.report.table import numbers, table
-from plait.schedule.actions import SENDS_IN_FLIGHT
 from plait.schedule.live import live
-from plait.schedule.of_run import schedules
 from plait.spec.layout import Layout
-from plait.spec.run import SHARD_UNITS, RunSpec
+from plait.spec.pipeline import splits_backward
+from plait.spec.run import RunSpec
 from plait.spec.units import format_bytes
 
 NOT_COUNTED = ("communication buffers", "the allocator's and torch's own")
@@ -29,7 +29,7 @@ MODES = ("none", "selective", "full")  # of recompute, that are shown side by si
 class RankBytes:
     """One rank of a (pp, tp) place: bytes by kind, ZeRO's padding included, and its share in them.
 
-    All ranks of the place hold as much; `padding` is that of the last shard, which has the most.
+    No rank of the place holds more than this one, the first; `padding` is that of the last shard, which has the most.
     """
 
     rank: int
@@ -46,23 +46,13 @@ class RankBytes:
 @dataclass(frozen=True)
 class PeakActivations:
     """Of a rank of one pp coordinate: what a micro-batch `keeps` (of it `logits` for the loss), the most that all
-    micro-batches in flight keep beside the step's tokens and labels, `messages` on their way to other stages, and what
-    there is `beside` at the peak."""
+    micro-batches in flight keep beside the step's tokens and labels, and the most that there ever is."""
 
     pp: int
     keeps: int
     logits: int
     in_flight: int
-    messages: int
-    beside: int
-
-    @property
-    def peak(self) -> int:
-        return self.in_flight + self.messages + self.beside
-
-    def as_dict(self) -> dict[str, int]:
-        """For JSON."""
-        return {**asdict(self), "peak": self.peak}
+    peak: int
 
 
 @dataclass(frozen=True)
@@ -97,8 +87,8 @@ class MemoryPicture:
                 {"stage": stage, "ranks": [{**asdict(rank), "total": rank.total} for rank in ranks]}
                 for stage, ranks in enumerate(self.zero)
             ],
-            "activations": [rank.as_dict() for rank in self.activations],
-            "recompute": {mode: [rank.as_dict() for rank in ranks] for mode, ranks in self.recompute.items()},
+            "activations": [asdict(rank) for rank in self.activations],
+            "recompute": {mode: [asdict(rank) for rank in ranks] for mode, ranks in self.recompute.items()},
             "not_counted": list(NOT_COUNTED),
         }
 
@@ -119,10 +109,10 @@ def picture_memory(run: RunSpec, layout: Layout) -> MemoryPicture:
     """The picture of a run that fits its layout."""
     stages = stages_of(run, layout)
     each = element_bytes(run)
-    zero = []
-    for stage in range(1 + max(SHARDED_FROM.values())):
-        spec = run.zero.model_copy(update={"stage": stage})
-        zero.append(_places(place(run.model, layout, spec, stages), run, layout))
+    zero = [
+        _places(run.model_copy(update={"zero": run.zero.model_copy(update={"stage": stage})}), layout)
+        for stage in range(1 + max(SHARDED_FROM.values()))
+    ]
     return MemoryPicture(
         stage=run.zero.stage,
         shards=layout.size("shard"),
@@ -139,55 +129,50 @@ def picture_memory(run: RunSpec, layout: Layout) -> MemoryPicture:
 
 def peak_activations(run: RunSpec, layout: Layout) -> tuple[PeakActivations, ...]:
     """By pp coordinate."""
-    stages = stages_of(run, layout)
-    of = [
-        activations(run, layout, layers, first=stage == 0, last=stage == stages.last)
-        for stage, layers in enumerate(stages.layers)
-    ]
-    flight = live(schedules(run, layout.dp)[0], [stage.held for stage in of], [stage.late for stage in of])
-    batch = 2 * 8 * (run.batch.global_size // layout.dp) * (run.batch.sequence // layout.cp)  # int64
+    splits = splits_backward(run.schedule)
+    seats = [Seat(run, layout, layout.rank(pp=pp)) for pp in range(layout.pp)]
+    of = {stage: kept(seat, stage, splits) for seat in seats for stage in seat.mine}
+    schedule, stages = seats[0].schedule, [of[stage] for stage in sorted(of)]
+    flight = live(schedule, [stage.between for stage in stages], [stage.late for stage in stages])
     found = []
-    for pp in range(layout.pp):
-        mine = [of[stage] for stage in stages.owned_by(pp)]
-        keeps, logits = sum(stage.held for stage in mine), sum(stage.logits for stage in mine)
-        beside = max(stage.beside for stage in mine)
-        in_flight = batch + flight[pp].total
-        found.append(PeakActivations(pp, keeps, logits, in_flight, messages_in_flight(run, layout), beside))
+    for seat, most in zip(seats, flight, strict=True):
+        keeps = sum(of[stage].between for stage in seat.mine)
+        logits = logits_bytes(run, layout) if seat.stages.last in seat.mine else 0
+        peak = peak_of(seat, schedule, of)
+        found.append(PeakActivations(seat.at.pp, keeps, logits, seat.batch + most.total, peak))
     return tuple(found)
 
 
-def messages_in_flight(run: RunSpec, layout: Layout) -> int:
-    """Bytes of activations and gradients that were sent and not waited for yet, and of two that came: one is used while
-    the next one's receive is posted.
+def logits_bytes(run: RunSpec, layout: Layout) -> int:
+    """What one micro-batch keeps of its logits on a rank with the head: log-probabilities, and for a z-loss logits too;
+    of a loss in chunks those of one chunk at a time.
     """
-    if layout.pp == 1:
-        return 0
-    tokens = run.batch.micro_size * run.batch.sequence // (layout.tp if layout.sequence_parallel else 1)
-    micro_batches = run.batch.global_size // (layout.dp * run.batch.micro_size)
-    sent = min(SENDS_IN_FLIGHT * layout.pp, micro_batches)
-    return (sent + 2) * tokens * run.model.hidden * SIZES[run.precision.compute]
+    tokens = run.batch.micro_size * run.batch.sequence // layout.cp
+    at_once = min(run.recompute.loss_chunk or tokens, tokens)
+    wide = max(SIZES[run.precision.compute], SIZES["float32"])
+    apart = layout.tp == 1 and run.model.z_loss > 0
+    return at_once * -(-run.model.vocab // layout.tp) * wide * (1 + apart)
 
 
 def _with_mode(run: RunSpec, mode: str) -> RunSpec:
     return run.model_copy(update={"recompute": run.recompute.model_copy(update={"mode": mode})})
 
 
-def _places(placements: Mapping[str, Placement], run: RunSpec, layout: Layout) -> tuple[RankBytes, ...]:
+def _places(run: RunSpec, layout: Layout) -> tuple[RankBytes, ...]:
     found = []
     for pp in range(layout.pp):
-        held = {name: placement for name, placement in placements.items() if pp in placement.holders}
         for tp in range(layout.tp):
-            rank = layout.rank(pp=pp, tp=tp)
-            last = layout.rank(pp=pp, tp=tp, dp=layout.dp - 1, cp=layout.cp - 1)
-            found.append(RankBytes(rank, pp, tp, state_bytes(held, run, rank), _padding(held, run, last)))
+            seat = Seat(run, layout, layout.rank(pp=pp, tp=tp))
+            last = Seat(run, layout, layout.rank(pp=pp, tp=tp, dp=layout.dp - 1, cp=layout.cp - 1))
+            found.append(RankBytes(seat.rank, pp, tp, seat.states(), _padding(last)))
     return tuple(found)
 
 
-def _padding(held: Mapping[str, Placement], run: RunSpec, rank: int) -> int:
+def _padding(seat: Seat) -> int:
     """Bytes in a rank's slices that hold nothing."""
-    stage = next(iter(held.values())).zero_stage
-    sharded = sum(each for kind, each in element_bytes(run).items() if stage >= SHARDED_FROM[kind])
-    return sharded * sum(b.padding for b in buffers(held, rank, SHARD_UNITS[run.optim.name])) if sharded else 0
+    stage = seat.run.zero.stage
+    sharded = sum(each for kind, each in element_bytes(seat.run).items() if stage >= SHARDED_FROM[kind])
+    return sharded * sum(row.buffer.padding for row in seat.rows) if sharded else 0
 
 
 def _kinds_table(picture: MemoryPicture) -> list[str]:
@@ -206,9 +191,9 @@ def _activations_table(picture: MemoryPicture) -> list[str]:
     for mine in picture.activations:
         others = [format_bytes(picture.recompute[mode][mine.pp].peak) for mode in MODES]
         states = picture.largest(picture.stage, mine.pp).total
-        sizes = (mine.keeps, mine.logits, mine.in_flight, mine.messages, mine.beside, mine.peak, states + mine.peak)
+        sizes = (mine.keeps, mine.logits, mine.in_flight, mine.peak, states + mine.peak)
         rows.append([str(mine.pp), *map(format_bytes, sizes), *others])
-    heads = ["keeps", "of it logits", "in flight", "messages", "beside", "peak", "with states"]
+    heads = ["keeps", "of it logits", "in flight", "peak", "with states"]
     title = f"activations of one rank; a micro-batch is {picture.micro_batch}; peaks under recompute on the right"
     return [title, *table([">pp", *(f">{head}" for head in heads), *(f">{mode}" for mode in MODES)], rows)]
 

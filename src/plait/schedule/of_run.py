@@ -21,7 +21,7 @@ def schedules(run: RunSpec, dp: int) -> tuple[Schedule, Schedule]:
     if run.schedule.file is not None:
         plain = from_file(read_file(run.schedule.file))
     else:
-        micro_batches = run.batch.global_size // (dp * run.batch.micro_size)
+        micro_batches = run.batch.micro_batches(dp)
         plain = generate(run.schedule.name, run.layout.pp, micro_batches, chunks_of(run.schedule))
     return check(lower(plain, zero, keep)), check(lower(forward_of(plain), zero, keep))
 

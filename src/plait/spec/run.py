@@ -61,6 +61,10 @@ class BatchSpec(Spec):
     micro_size: int = Field(4, ge=1)
     sequence: int = Field(128, ge=1)
 
+    def micro_batches(self, dp: int) -> int:
+        """How many micro-batches each of `dp` replicas has in a step."""
+        return self.global_size // (dp * self.micro_size)
+
 
 class ZeroSpec(Spec):
     """[zero]: what data-parallel ranks shard (0 nothing, 1 optimizer, 2 + gradients, 3 + weights), and how widely."""

@@ -7,7 +7,7 @@
 | `loss`, `experts`           | `models/loss`, `moe`, `grouped`; `parallel/loss`, `expert`         |
 | `context`, `collectives`    | `parallel/context`, `ring`, `collectives`                          |
 | `again`, `states`           | `parallel/recompute`; `row`, `zero`                                |
-| `blocks`, `step`            | `models/decoder`; `parallel/stage`, `pipeline`                     |
+| `blocks`, `passes`, `step`  | `models/decoder`; `parallel/stage`, `pipeline`                     |
 
 A name keeps a tensor alive as it does in the original; a tensor that is made and gets no name only raises the peak;
 `del` marks where the original lets go. `tests/planner/test_counted.py` holds the two against each other.

@@ -20,7 +20,8 @@ def norm(s: Stage, x: Sized, path: str, kind: str, vectors: int) -> Sized:
     if kind == "layer":
         assert bias is not None
         return s.part("norm", lambda x: ops.layer_norm(s.tape, x, weight, bias, vectors), x)
-    return s.part("norm", lambda x: ops.rms_norm(s.tape, x, weight, vectors), x)
+    rms_norm = ops.fused_rms_norm if s.fused_norm else ops.rms_norm
+    return s.part("norm", lambda x: rms_norm(s.tape, x, weight, vectors), x)
 
 
 # --- linears ----------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ class Stage:
     tape: Tape
     weights: Mapping[str, Leaf]
     late: Late | None
+    fused_norm: bool
     recomputed: tuple[str, ...] = ()  # parts of the block at work that are computed again
     results: Results | None = field(default=None)
 

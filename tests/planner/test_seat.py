@@ -1,16 +1,18 @@
-"""Bytes of model states, read off the placement records and held against the papers' figures."""
+"""Bytes of a rank: model states against the papers' figures, and what one micro-batch keeps of each stage."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from plait.placement import place
-from plait.placement.activations import activations
-from plait.placement.bytes import state_bytes
+from plait.planner.seat import Seat
+from plait.planner.sized.kept import Kept, kept
+from plait.spec.fit import fit
 from plait.spec.layout import Layout
 from plait.spec.model import ModelSpec
 from plait.spec.presets import PRESETS
-from plait.spec.run import BatchSpec, DType, OptimSpec, PrecisionSpec, RecomputeSpec, RunSpec, ZeroSpec
+from plait.spec.run import BatchSpec, DType, LayoutSpec, OptimSpec, PrecisionSpec, RecomputeSpec, RunSpec, ZeroSpec
 
 PARAMETERS = 7.5e9  # of the ZeRO paper's example (Rajbhandari et al. 2020, figure 1)
 T0 = ModelSpec(vocab=64, hidden=32, layers=4, heads=4, ffn=64, max_sequence=16)
@@ -20,8 +22,8 @@ def bytes_per_parameter(stage: int, dp: int, accumulate: DType = "float16") -> f
     """Of one rank, with fp16 weights, for a model whose tensors 64 ranks share without padding."""
     precision = PrecisionSpec(compute="float16", grad_accumulate=accumulate)
     run = RunSpec(model=PRESETS["llama2-7b"], zero=ZeroSpec(stage=stage), precision=precision)
-    placements = place(run.model, Layout(dp=dp, shard=dp), run.zero)
-    return sum(state_bytes(placements, run, rank=dp - 1).values()) / run.model.parameter_count()
+    seat = Seat(run, Layout(dp=dp, shard=dp), rank=dp - 1)
+    return sum(seat.states().values()) / run.model.parameter_count()
 
 
 def test_w2_mixed_precision_adam_keeps_16_bytes_per_parameter_120_gb_on_one_device() -> None:
@@ -54,47 +56,57 @@ def test_float32_accumulation_adds_two_bytes_per_gradient() -> None:
 )
 def test_each_kind_of_state_has_the_bytes_of_its_dtype(compute: DType, optim: OptimSpec, each: dict[str, int]) -> None:
     run = RunSpec(model=T0, precision=PrecisionSpec(compute=compute), optim=optim)
-    placements = place(T0, Layout(tp=2, kv=2), run.zero)
     for rank in range(2):
-        assert state_bytes(placements, run, rank) == {kind: size * 22_816 for kind, size in each.items()}
+        assert Seat(run, Layout(tp=2, kv=2), rank).states() == {kind: size * 22_816 for kind, size in each.items()}
 
 
 def test_padding_of_uneven_slices_is_memory_too() -> None:
     run = RunSpec(model=T0, zero=ZeroSpec(stage=3))
-    placements = place(T0, Layout(dp=3, shard=3), run.zero)
     sizes = [32 * 64, *[sum(t.size for t in T0.parameters() if t.layer == layer) for layer in range(T0.layers)]]
     rows = sum(-(-size // 3) for size in (*sizes, 32 * 64 + 32))  # embedding, each block, head
-    assert [state_bytes(placements, run, rank)["weights"] for rank in range(3)] == [4 * rows] * 3
+    assert [Seat(run, Layout(dp=3, shard=3), rank).states()["weights"] for rank in range(3)] == [4 * rows] * 3
     assert 3 * rows > T0.parameter_count()
 
 
 def test_stages_of_a_pipeline_share_the_states_of_the_model() -> None:
-    run = RunSpec(model=T0)
-    placements = place(T0, Layout(pp=4), run.zero)
-    assert sum(state_bytes(placements, run, rank)["weights"] for rank in range(4)) == 4 * 45_344
+    seats = [Seat(RunSpec(model=T0), Layout(pp=4), rank) for rank in range(4)]
+    assert sum(seat.states()["weights"] for seat in seats) == 4 * 45_344
 
 
 # --- activations ------------------------------------------------------------------------------------------------------
 
 
-def test_b85_logits_are_a_line_of_their_own_and_tensor_parallelism_divides_them() -> None:
-    """4096 tokens over 128256 words: 1.957 GiB in fp32 on the stage with the head, and none in chunks of them."""
+def kept_by(run: RunSpec, stage: int = 0) -> Kept:
+    layout = fit(run, run.layout.pp)
+    return kept(Seat(run, layout, layout.rank(pp=stage)), stage, splits=False)
+
+
+def test_logits_count_twice_more_while_the_loss_is_differentiated_and_a_chunk_at_a_time_in_chunks() -> None:
     batch = BatchSpec(global_size=1, micro_size=1, sequence=4096)
-    run = RunSpec(model=PRESETS["llama3-8b"], batch=batch, precision=PrecisionSpec(compute="bfloat16"))
-    whole = activations(run, Layout(), range(2), first=False, last=True)
-    assert whole.logits / 2**30 == pytest.approx(1.957, abs=0.001)
-    assert whole.loss == 2 * whole.logits  # log-probabilities are kept; two gradients as large stand beside them
-    assert activations(run, Layout(tp=8, kv=8), range(2), first=False, last=True).logits == whole.logits / 8
-    assert activations(run, Layout(), range(2), first=True, last=False).logits == 0
-    chunked = run.model_copy(update={"recompute": RecomputeSpec(loss_chunk=256)})
-    assert activations(chunked, Layout(), range(2), first=False, last=True).loss < whole.loss / 3
+    model = PRESETS["llama3-8b"].model_copy(update={"layers": 1})
+    run = RunSpec(model=model, batch=batch, precision=PrecisionSpec(compute="bfloat16"))
+    whole = kept_by(run)
+    chunked = kept_by(run.model_copy(update={"recompute": RecomputeSpec(loss_chunk=256)}))
+    logits = 4096 * 128_256 * 4  # log-probabilities are kept; two gradients as large stand beside them
+    assert whole.whole >= 2 * logits
+    gradient = 128_256 * 4096 * 4  # of the table, which a loss in chunks makes in forward
+    assert whole.held - logits == pytest.approx(chunked.held - gradient, rel=0.2)
+    assert chunked.whole < whole.whole / 3
 
 
 def test_recompute_leaves_the_input_of_each_block_and_only_of_the_first_blocks_where_so_asked() -> None:
-    run = RunSpec(model=T0, batch=BatchSpec(global_size=2, micro_size=2, sequence=16))
-    full = run.model_copy(update={"recompute": RecomputeSpec(mode="full")})
-    first = run.model_copy(update={"recompute": RecomputeSpec(mode="full", layers=1)})
-    plain, none, some = (activations(r, Layout(), range(4), first=True, last=False) for r in (run, full, first))
+    def held(blocks: int, **recompute: Any) -> int:
+        """Of the first of two stages of so many layers each."""
+        return kept_by(
+            RunSpec(
+                model=T0.model_copy(update={"layers": 2 * blocks}),
+                layout=LayoutSpec(pp=2),
+                batch=BatchSpec(global_size=2, micro_size=2, sequence=16),
+                recompute=RecomputeSpec(**recompute),
+            )
+        ).held
+
     unit = 2 * 16 * 32 * 4
-    assert [block.kept for block in none.blocks] == [unit] * 4
-    assert [block.kept for block in some.blocks] == [unit] + [block.kept for block in plain.blocks[1:]]
+    block = held(4) - held(3)
+    assert held(4, mode="full") - held(3, mode="full") == unit
+    assert held(4, mode="full", layers=1) == held(4) - block + unit
