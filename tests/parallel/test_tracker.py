@@ -191,7 +191,7 @@ def test_ranks_of_a_split_run_hold_what_show_memory_says(layout: dict[str, Any],
         return watch.step
 
     sizes = fit(run)
-    picture = peak_activations(run, sizes)
+    picture = peak_activations(run, sizes, schedules(run, sizes.dp)[0])
     for rank, counted in enumerate(on_ranks(sizes.world, step)):
         predicted = picture[sizes.coordinates(rank).pp]
         assert 0.98 * predicted.in_flight <= counted.between <= counted.peak

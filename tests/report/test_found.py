@@ -11,6 +11,7 @@ from plait.placement.stages import stage_flops, stages_of
 from plait.planner.seat import Seat
 from plait.report.found import Asked, FoundPicture, picture_found
 from plait.report.memory import peak_activations
+from plait.schedule.of_run import schedules
 from plait.spec.errors import UsageError
 from plait.spec.fit import fit
 from plait.spec.load import load
@@ -62,5 +63,6 @@ def test_it_is_never_longer_than_the_best_named_one_and_keeps_the_limit() -> Non
         assert picture.best is None or picture.timeline.step <= picture.best[1]
         run = load(None, [*RUN, "schedule.name=1f1b"])
         batch = Seat(run, fit(run), 0).batch
-        most = max(rank.in_flight - batch for rank in peak_activations(run, fit(run)))
+        plain = peak_activations(run, fit(run), schedules(run, 1)[0])
+        most = max(rank.in_flight - batch for rank in plain)
         assert picture.limit_bytes == int(limit * most)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from plait.placement import Buffer, Piece, buffers, place, stages_of
 from plait.placement.buffer import SHARDING
@@ -56,6 +56,12 @@ class Row:
     collects: bool  # gradients have a flat tensor of their own
 
 
+@lru_cache(maxsize=8)
+def _of_all_ranks(run: RunSpec, layout: Layout) -> tuple[StageMap, Placements]:
+    stages = stages_of(run, layout)
+    return stages, place(run.model, layout, run.zero, stages)
+
+
 @dataclass(frozen=True)
 class Seat:
     """A rank of a run that fits its layout."""
@@ -74,7 +80,7 @@ class Seat:
 
     @cached_property
     def stages(self) -> StageMap:
-        return stages_of(self.run, self.layout)
+        return _of_all_ranks(self.run, self.layout)[0]
 
     @cached_property
     def mine(self) -> tuple[int, ...]:
@@ -83,7 +89,7 @@ class Seat:
 
     @cached_property
     def placements(self) -> Placements:
-        return place(self.run.model, self.layout, self.run.zero, self.stages)
+        return _of_all_ranks(self.run, self.layout)[1]
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:

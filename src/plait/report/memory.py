@@ -15,7 +15,9 @@ from plait.placement.bytes import SHARDED_FROM, SIZES, element_bytes
 from plait.planner.seat import Seat
 from plait.planner.sized.kept import kept, peak_of
 from plait.report.table import numbers, table
+from plait.schedule.actions import Schedule
 from plait.schedule.live import live
+from plait.schedule.of_run import schedules
 from plait.spec.layout import Layout
 from plait.spec.pipeline import splits_backward
 from plait.spec.run import RunSpec
@@ -107,7 +109,7 @@ class MemoryPicture:
 
 def picture_memory(run: RunSpec, layout: Layout) -> MemoryPicture:
     """The picture of a run that fits its layout."""
-    stages = stages_of(run, layout)
+    stages, schedule = stages_of(run, layout), schedules(run, layout.dp)[0]
     each = element_bytes(run)
     zero = [
         _places(run.model_copy(update={"zero": run.zero.model_copy(update={"stage": stage})}), layout)
@@ -120,19 +122,19 @@ def picture_memory(run: RunSpec, layout: Layout) -> MemoryPicture:
         layers=tuple(tuple(n for s in stages.owned_by(pp) for n in stages.layers[s]) for pp in range(layout.pp)),
         element_bytes=each,
         zero=tuple(zero),
-        activations=peak_activations(run, layout),
-        recompute={mode: peak_activations(_with_mode(run, mode), layout) for mode in MODES},
+        activations=peak_activations(run, layout, schedule),
+        recompute={mode: peak_activations(_with_mode(run, mode), layout, schedule) for mode in MODES},
         micro_batch=f"{run.batch.micro_size} × {run.batch.sequence} tokens",
         what=f"{run.precision.compute}, {run.optim.name}",
     )
 
 
-def peak_activations(run: RunSpec, layout: Layout) -> tuple[PeakActivations, ...]:
-    """By pp coordinate."""
+def peak_activations(run: RunSpec, layout: Layout, schedule: Schedule) -> tuple[PeakActivations, ...]:
+    """By pp coordinate, of the run's schedule."""
     splits = splits_backward(run.schedule)
     seats = [Seat(run, layout, layout.rank(pp=pp)) for pp in range(layout.pp)]
     of = {stage: kept(seat, stage, splits) for seat in seats for stage in seat.mine}
-    schedule, stages = seats[0].schedule, [of[stage] for stage in sorted(of)]
+    stages = [of[stage] for stage in sorted(of)]
     flight = live(schedule, [stage.between for stage in stages], [stage.late for stage in stages])
     found = []
     for seat, most in zip(seats, flight, strict=True):
