@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from plait.planner.published.judge import judge
 from plait.planner.published.lint import lint
 from plait.planner.published.rows import Published, Refused, interpret, interpreted, read_rows
 from plait.planner.published.score import Scored, anchored, in_order, macro, regret
+from plait.spec.errors import UsageError
 
 ROWS = Path(__file__).parent / "data" / "published_runs.csv"
 
@@ -131,6 +133,76 @@ def test_a_row_that_says_too_little_is_refused_with_the_reason(cells: dict[str, 
     assert reason in answer.reason
 
 
+def written(folder: Path, *changes: dict[str, str]) -> Path:
+    """A table of rows of the real one, each with its changes, as Excel writes UTF-8."""
+    names = list(by_id()["r0080"])
+    lines = [",".join(names)]
+    for row, cells in zip(("r0080", "r0083", "r0084"), changes, strict=False):
+        lines.append(",".join(f'"{cell}"' for cell in {**by_id()[row], **cells}.values()))
+    path = folder / "runs.csv"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8-sig")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("cells", "why"),
+    [
+        ({"tp": "0"}, "line 3, tp: '0' is less than 1"),
+        ({"tp": "x"}, "line 3, tp: 'x' is not a whole number"),
+        ({"tp": "2.5"}, "line 3, tp: '2.5' is not a whole number"),
+        ({"hidden": "abc"}, "line 3, hidden: 'abc' is not a whole number"),
+        ({"seq_len": "inf"}, "line 3, seq_len: 'inf' is not a whole number"),
+        ({"seq_len": "0"}, "line 3, seq_len: '0' is less than 1"),
+        ({"n_gpus": "0"}, "line 3, n_gpus: '0' is less than 1"),
+        ({"n_gpus": ""}, "line 3, n_gpus: is blank"),
+        ({"source": ""}, "line 3, source: is blank"),
+        ({"vocab": "0"}, "line 3, vocab: '0' is less than 1"),
+        ({"layers": "-3"}, "line 3, layers: '-3' is less than 1"),
+        ({"layers": "1e9"}, "line 3, layers: '1e9' is more than 10000"),
+        ({"gpus_per_node": "0"}, "line 3, gpus_per_node: '0' is less than 1"),
+        ({"micro_batch": "0"}, "line 3, micro_batch: '0' is less than 1"),
+        ({"step_time_s": "0"}, "line 3, step_time_s: '0' is not above 0"),
+        ({"step_time_s": "-1"}, "line 3, step_time_s: '-1' is not above 0"),
+        ({"step_time_s": "nan"}, "line 3, step_time_s: 'nan' is not a number"),
+        ({"peak_mem_gib": "-4"}, "line 3, peak_mem_gib: '-4' is not above 0"),
+        ({"zero": "9"}, "line 3, zero: '9' is not a stage from 0 to 3"),
+        ({"in_scope": "maybe"}, "line 3, in_scope: 'maybe' is not 0 or 1"),
+        ({"id": "r0080"}, "line 3, id: 'r0080' stands on line 2 too"),
+    ],
+)
+def test_a_cell_that_cannot_be_is_named_with_its_line_its_column_and_its_value(
+    tmp_path: Path, cells: dict[str, str], why: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(why)):
+        judge(written(tmp_path, {}, cells))
+
+
+def test_every_bad_cell_is_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"(?s)3 bad cells.*line 2, pp.*line 3, heads.*line 4, dp"):
+        judge(written(tmp_path, {"pp": "0"}, {"heads": "x"}, {"dp": "-1"}))
+
+
+@pytest.mark.parametrize("by", [1, 2, -2])
+def test_a_row_with_more_or_fewer_cells_than_the_heading_is_named(tmp_path: Path, by: int) -> None:
+    columns = len(by_id()["r0080"])
+    path = written(tmp_path, {}, {})
+    heading, row, *rest = path.read_text(encoding="utf-8").splitlines()
+    row = row + ",x" * by if by > 0 else row.rsplit(",", -by)[0]
+    path.write_text("\n".join([heading, row, *rest]), encoding="utf-8")
+    with pytest.raises(UsageError, match=f"line 2: {columns + by} cells, the heading has {columns}"):
+        judge(path)
+
+
+def test_every_cell_of_the_shipped_table_can_be() -> None:
+    assert len(read_rows(ROWS)) == 1143
+
+
+def test_a_pipeline_of_more_stages_than_parts_of_the_model_is_refused() -> None:
+    answer = changed("r0080", vpp="1000000")
+    assert isinstance(answer, Refused)
+    assert "is more than layers, embedding and head" in answer.reason
+
+
 def test_what_a_row_leaves_open_is_assumed_and_said() -> None:
     answer = changed("r0080", vpp="", micro_batch="")
     assert isinstance(answer, Published)
@@ -164,6 +236,14 @@ def test_networks_are_read_as_bytes_per_second_of_one_device(text: str, gigabyte
         ({"step_time_s": "1.0", "tokens_per_s_per_gpu": ""}, "an MFU of"),
         ({"model": "llama3-8b"}, "named 8b"),
         ({"micro_batch": "64", "grad_accum": "2"}, "short of the device"),
+        ({"mlp": "foo"}, "mlp 'foo' is unknown"),
+        ({"recompute": "??"}, "recompute '??' is unknown"),
+        ({"kv_heads": "5"}, "5 kv heads do not divide 64 query heads"),
+        ({"heads": "7", "head_dim": ""}, "7 heads do not divide hidden 8192"),
+        ({"experts": "3"}, "dense, with experts 3"),
+        ({"ep": "7"}, "dense, with ep 7"),
+        ({"arch": "moe", "experts": "8", "topk": "99", "expert_ffn": "64"}, "99 is more than the 8 experts"),
+        ({"arch": "moe", "experts": "8", "topk": "2", "expert_ffn": "64", "ep": "3"}, "ep 3 does not divide"),
     ],
 )
 def test_lint_distrusts_what_cannot_be(cells: dict[str, str], why: str) -> None:

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from plait.planner.memory import memory
 from plait.planner.published.machines import Cells
-from plait.planner.published.rows import Published
+from plait.planner.published.rows import MLPS, MODES, Published
 from plait.spec.flops import flops_per_token
+from plait.spec.model import violations
 from plait.spec.units import format_bytes, format_count
 
 HIGHEST_MFU = 0.90
@@ -111,5 +112,36 @@ def _name(row: Published) -> Iterator[str]:
         yield f"named {found[0]}, its shape has {format_count(count)} parameters"
 
 
-CELL_CHECKS: tuple[Callable[[Cells], Iterator[str]], ...] = (_world, _batch, _rates)
-ROW_CHECKS: tuple[Callable[[Published], Iterator[str]], ...] = (_fits, _physical, _name)
+def _words(cells: Cells) -> Iterator[str]:
+    """What a row calls its MLP and its recompute is known."""
+    mlp, recompute = cells.get("mlp", ""), cells.get("recompute", "")
+    if mlp not in MLPS:
+        yield f"mlp {mlp!r} is unknown, taken as gelu"
+    if recompute and recompute not in MODES and not recompute.startswith("selective"):
+        yield f"recompute {recompute!r} is unknown, taken as selective"
+
+
+def _heads(cells: Cells) -> Iterator[str]:
+    sizes = _numbers(cells, "hidden", "heads")
+    if sizes and not cells.get("head_dim") and cells.get("arch") != "moe-mla" and sizes[0] % sizes[1]:
+        yield f"{sizes[1]:.0f} heads do not divide hidden {sizes[0]:.0f}, and head_dim is not stated"
+
+
+def _experts(cells: Cells) -> Iterator[str]:
+    """Experts where the architecture has them, and as many ranks as share them out evenly."""
+    count, ranks = _numbers(cells, "experts"), _numbers(cells, "ep")
+    if cells.get("arch") == "dense":
+        stated = {"experts": count, "ep": ranks if ranks and ranks[0] > 1 else None}
+        yield from (f"dense, with {name} {sizes[0]:.0f}" for name, sizes in stated.items() if sizes)
+    if count and ranks and ranks[0] and count[0] % ranks[0]:
+        yield f"ep {ranks[0]:.0f} does not divide the experts {count[0]:.0f}"
+
+
+def _shape(row: Published) -> Iterator[str]:
+    """What the model itself refuses; the size of a head, where it was divided out, is doubted above."""
+    spec = row.ground.shape.spec
+    yield from (str(one) for one in violations(spec) if row.cells.get("head_dim") or one.key != "model.head_dim")
+
+
+CELL_CHECKS: tuple[Callable[[Cells], Iterator[str]], ...] = (_world, _batch, _rates, _words, _heads, _experts)
+ROW_CHECKS: tuple[Callable[[Published], Iterator[str]], ...] = (_fits, _physical, _name, _shape)

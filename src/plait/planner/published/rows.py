@@ -17,6 +17,7 @@ from pathlib import Path
 from plait.planner.ground import Ground
 from plait.planner.job import Job
 from plait.planner.memory import memory
+from plait.planner.published.columns import bad_cells, repeats
 from plait.planner.published.machines import Cells, Unclear, cluster_of, number, stack_of
 from plait.planner.shape import shape_of
 from plait.planner.stack import Stack
@@ -26,6 +27,9 @@ from plait.spec.model import ModelSpec
 from plait.spec.nearest import divisors
 
 DTYPES: tuple[tuple[str, str], ...] = (("FP4", "float4"), ("FP8", "float8"), ("FP16", "float16"), ("BF16", "bfloat16"))
+
+OVER = "more cells than columns"  # under which a row keeps them while it is read
+TOLD = 20  # bad cells that an error lists
 
 DENSE_OR_MOE = {"dense", "moe", "moe-mla"}
 
@@ -68,17 +72,35 @@ class Refused:
 
 
 def read_rows(path: Path) -> list[Cells]:
-    """The rows of a table, in its order. Raises UsageError where it is no such table."""
+    """The rows of a table, in its order. Raises UsageError where it is no such table, naming every bad cell."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, restkey=OVER, restval=None)
+            rows = [(reader.line_num, row) for row in reader]
+            columns = reader.fieldnames or ()
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"{path}: cannot be read: {error}") from error
-    needed = {"id", "source", "gpu", "n_gpus", "layers", "hidden", "tp", "pp"}
-    if not rows or not needed <= rows[0].keys():
-        lacking = ", ".join(sorted(needed - (rows[0].keys() if rows else set())))
+    lacking = ", ".join(sorted({"id", "source", "gpu", "n_gpus", "layers", "hidden", "tp", "pp"} - set(columns)))
+    if not rows or lacking:
         raise UsageError(f"{path}: {len(rows)} rows, columns that are missing: {lacking}")
-    return list(rows)
+    bad = [f"line {line}: {_cells(row)} cells, the heading has {len(columns)}" for line, row in rows if _ragged(row)]
+    bad = bad or [cell for line, row in rows for cell in bad_cells(line, row)] + list(repeats(rows))
+    if bad:
+        more = [f"and {len(bad) - TOLD} more"] if len(bad) > TOLD else []
+        head = bad[0] if len(bad) == 1 else "\n  ".join([f"{len(bad)} bad cells", *bad[:TOLD], *more])
+        raise UsageError(f"{path}: {head}", "mend the table, or leave out those rows")
+    return [row for _, row in rows]
+
+
+def _ragged(row: Mapping[str, object]) -> bool:
+    return OVER in row or None in row.values()
+
+
+def _cells(row: Mapping[str, object]) -> int:
+    """How many cells a line has."""
+    over = row.get(OVER, ())
+    assert isinstance(over, list | tuple)
+    return sum(value is not None for name, value in row.items() if name != OVER) + len(over)
 
 
 def interpret(cells: Cells) -> Published | Refused:
@@ -177,6 +199,9 @@ def _job(cells: Cells, ground: Ground, assumed: list[str]) -> Job:
     dp = number(cells, "dp", world // (tp * pp * cp))
     if tp * pp * cp * dp != world:
         raise Unclear(f"tp·pp·cp·dp {tp * pp * cp * dp} is not n_gpus {world}")
+    most = len(ground.shape.layers) + 2  # embedding and head may stand for a layer each
+    if (stages := pp * max(1, number(cells, "vpp", 1))) > most:
+        raise Unclear(f"pp·vpp {stages} is more than layers, embedding and head {most}")
     batch = number(cells, "global_batch")
     micro = number(cells, "micro_batch", 0)
     if not micro:

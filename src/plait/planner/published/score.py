@@ -166,7 +166,7 @@ def anchored(scored: Sequence[Scored], same_model: bool) -> dict[str, float]:
     errors: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for group in by(scored, _setting).values():
         for target, anchor in permutations(group, 2):
-            alike = target.row.cells["model"] == anchor.row.cells["model"]
+            alike = target.row.cells.get("model") == anchor.row.cells.get("model")
             if alike == same_model and target.row.layout != anchor.row.layout:
                 ratio = np.exp(target.log - anchor.log)
                 errors[target.row.source][target.row.layout].append(abs(float(ratio) - 1))
