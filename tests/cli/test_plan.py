@@ -125,7 +125,16 @@ def test_tokens_are_turned_into_time_and_cost(capsys: pytest.CaptureFixture[str]
             ("--model", "llama3-8b", "--cluster", "h100-dgx", "--nodes", "8", "--stack", "fsdp", "--batch", "7"),
             "does not divide the batch of 7",
         ),
+        (("--cluster", "."), "ends in .toml"),
         (("--anchor", "soon"), "--anchor 14.7s"),
+        (("--anchor", "0s"), "more than 0 s"),
+        (("--anchor", "-3s"), "not a time"),
+        (("--tokens", "-3"), "more than 0 tokens"),
+        (("--tokens", "nan"), "more than 0 tokens"),
+        (("--tokens", ""), "not a number of tokens"),
+        (("--tokens", "1T", "--price", "-5"), "--price"),
+        (("--price", "5"), "without --tokens"),
+        (("--held-out",), "without --published"),
         (("--as", "megatorn"), "did you mean megatron"),
         (("--dtype", "int8"), "unknown"),
         (("--published", "nowhere.csv"), "cannot be read"),
@@ -137,6 +146,16 @@ def test_wrong_input_is_answered_with_the_way_out(
 ) -> None:
     assert main(["plan", *words]) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_no_plan_is_for_more_devices_than_a_cluster_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cpu = SOURCE / "plait" / "spec" / "catalogue" / "clusters" / "cpu.toml"
+    file = tmp_path / "two.toml"
+    file.write_text("devices = 2\n" + cpu.read_text())
+    assert main(["plan", "layout.dp=2", "--cluster", str(file)]) == 0
+    for words in (("layout.dp=3",), ("--nodes", "2")):
+        assert main(["plan", "--cluster", str(file), *words]) == 2
+        assert "devices are asked for, it has 2" in capsys.readouterr().err
 
 
 def test_a_hugging_face_config_is_a_model_and_an_unknown_one_is_named(

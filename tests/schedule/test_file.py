@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,21 @@ def test_a_run_executes_the_schedule_of_its_file(tmp_path: Path) -> None:
     run = load(None, [f"schedule.file={path}", "layout.pp=2", "batch.global_size=12"])
     named = load(None, ["schedule.name=zb-v", "layout.pp=2", "batch.global_size=12"])
     assert [s.programs for s in schedules(run, dp=1)] == [s.programs for s in schedules(named, dp=1)]
+
+
+def test_a_stage_far_beyond_the_others_is_named_at_once(tmp_path: Path) -> None:
+    """Within a second: nothing is counted up to the number that stands in the file."""
+    path = tmp_path / "far.csv"
+    path.write_text("F0/999999999999,BW0/999999999999\n")
+    begun = time.process_time()
+    with pytest.raises(UsageError, match="stage 0 has no action, stage 999999999999 has"):
+        read_file(str(path))
+    assert time.process_time() - begun < 1
+
+
+def test_a_file_as_excel_writes_it_reads_like_any_other(tmp_path: Path) -> None:
+    text = "F0,BW0\nF0,BW0\n"
+    plain, marked = tmp_path / "plain.csv", tmp_path / "marked.csv"
+    plain.write_text(text, encoding="utf-8")
+    marked.write_text(text, encoding="utf-8-sig")
+    assert read_file(str(marked)).ranks == read_file(str(plain)).ranks

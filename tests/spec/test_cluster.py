@@ -84,3 +84,61 @@ def test_a_file_that_is_no_cluster_is_refused_by_the_key_that_is_wrong(
     (tmp_path / "bad.toml").write_text(text)
     with pytest.raises(UsageError, match=complaint):
         load_cluster(str(tmp_path / "bad.toml"))
+
+
+CPU = """name = "mine"
+{top}
+node = 2
+{links}
+[device]
+name = "cpu"
+kind = "cpu"
+memory = 1000000000
+bandwidth = 40e9
+{device}
+[measured]
+{measured}
+"""
+LINKS = "links = [{bandwidth = 4e9, latency = 5e-05}]"
+PEAKS = "peaks = {float32 = 1e11}"
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"links": ""}, "links: Field required"),
+        ({"links": "links = []"}, "links: .*at least 1 item"),
+        ({"links": "links = 3"}, "links: .*tuple, is 3"),
+        ({"links": "links = [{bandwidth = 0.0, latency = 0.0}]"}, "links.0.bandwidth: .*greater than 0, is 0.0"),
+        ({"device": "peaks = {float32 = 0.0}"}, "device.peaks.float32: .*greater than 0, is 0.0"),
+        ({"device": "peaks = {float32 = -1e12}"}, "device.peaks.float32: .*greater than 0, is -1"),
+        ({"device": "peaks = {}"}, "device.peaks: .*at least 1 item"),
+        ({"device": PEAKS + "\nunits = 0"}, "device.units: .*greater than or equal to 1, is 0"),
+        ({"measured": "gemm = {float32 = 0.0}"}, "measured.gemm.float32: .*greater than 0, is 0.0"),
+        ({"measured": "memory = 0.0\nlink = 0.0"}, "measured.memory: .*is 0.0; measured.link: .*is 0.0"),
+        ({"measured": "memory = -1.0"}, "measured.memory: .*greater than 0, is -1.0"),
+        ({"measured": "kernel = -1.0"}, "measured.kernel: .*greater than or equal to 0, is -1.0"),
+        ({"measured": "collectives = 3"}, "measured.collectives: .*tuple, is 3"),
+        ({"top": "devices = 0"}, "devices: .*greater than or equal to 1, is 0"),
+        ({"top": "devices = -1"}, "devices: .*greater than or equal to 1, is -1"),
+    ],
+)
+def test_a_figure_of_a_machine_that_cannot_be_is_refused_by_its_key(
+    tmp_path: Path, changed: dict[str, str], why: str
+) -> None:
+    path = tmp_path / "mine.toml"
+    sound = {"top": "", "links": LINKS, "device": PEAKS, "measured": ""}
+    path.write_text(CPU.format(**sound))
+    assert load_cluster(str(path)).node == 2
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text(CPU.format(**sound | changed))
+    with pytest.raises(UsageError, match=why):
+        load_cluster(str(wrong))
+
+
+def test_a_folder_and_bytes_are_no_machine(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"ends in \.toml"):
+        load_cluster(str(tmp_path))
+    (tmp_path / "bytes.toml").write_bytes(b"name = '\xff'")
+    with pytest.raises(UsageError, match="not TOML"):
+        load_cluster(str(tmp_path / "bytes.toml"))

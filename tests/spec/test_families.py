@@ -129,3 +129,35 @@ def test_what_only_training_sees_is_left_out_of_the_config() -> None:
     assert spec.moe is not None
     trained = spec.model_copy(update={"moe": spec.moe.model_copy(update={"balance_coef": 0.01, "z_coef": 0.001})})
     assert to_hf_config(trained) == to_hf_config(spec)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({**LLAMA, "model_type": ["llama"]}, r"model_type: \['llama'\] is not a family that plait knows"),
+        ({**LLAMA, "hidden_size": "32"}, "hidden_size: is '32': input should be a valid integer"),
+        ({**LLAMA, "num_attention_heads": 2.5}, "num_attention_heads: is 2.5"),
+        ({**LLAMA, "hidden_act": ["silu"]}, r"hidden_act: is \['silu'\]"),
+        ({**LLAMA, "rope_theta": "big"}, "rope_theta: is 'big'"),
+        ({**LLAMA, "rope_scaling": "x"}, "rope_scaling: is 'x', where a table is needed"),
+        ({**LLAMA, "rope_parameters": 3}, "rope_parameters: is 3, where a table is needed"),
+        ({**LLAMA, "rope_scaling": {"rope_type": ["linear"]}}, r"\['linear'\] is a kind"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": "2"}}, "rope_scaling.factor: is '2'"),
+        (
+            {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8,
+                                       "beta_fast": "x"}},
+            "rope_scaling.beta_fast: is 'x'",
+        ),
+        ({**GPT2, "n_embd": {}, "n_inner": None}, "n_embd: is {}"),
+        ({**MIXTRAL, "num_local_experts": "8"}, "num_local_experts: is '8'"),
+    ],
+)  # fmt: skip
+def test_a_value_of_a_wrong_type_is_refused_under_its_own_key(config: dict[str, object], why: str) -> None:
+    with pytest.raises(InvalidRun, match=why) as refused:
+        from_hf_config(config)
+    assert "pydantic" not in str(refused.value)
+
+
+def test_a_family_that_no_row_describes_has_no_config() -> None:
+    with pytest.raises(InvalidRun, match=r"model\.family: 'foo' is not a family that plait knows"):
+        to_hf_config(PRESETS["llama-tiny"].model_copy(update={"family": "foo"}))

@@ -18,7 +18,7 @@ from plait.spec.load import load
 from plait.spec.model import ModelSpec
 from plait.spec.nearest import divisors, nearest_divisors, nearest_multiples
 from plait.spec.presets import PRESETS
-from plait.spec.run import BatchSpec, LayoutSpec, RunSpec, ScheduleSpec, ZeroSpec
+from plait.spec.run import BatchSpec, LayoutSpec, RecomputeSpec, RunSpec, ScheduleSpec, ZeroSpec
 from tests.spec.drawn import few
 
 T0 = ModelSpec(vocab=64, hidden=32, layers=4, heads=4, ffn=64, max_sequence=16)
@@ -331,3 +331,26 @@ def test_shards_of_a_node_are_the_data_parallel_ranks_that_stand_in_one(
     assert fitted.shard == shard
     ranks = fitted.group("shard", fitted.world - 1)
     assert node is None or len({rank // node for rank in ranks}) == 1
+
+
+# --- ways out that lead out -------------------------------------------------------------------------------------------
+
+
+def test_the_way_out_of_more_stages_than_layers_is_one_that_the_schedule_allows() -> None:
+    v = run({"layers": 1}, layout=LayoutSpec(pp=2), schedule=ScheduleSpec(name="zb-v"))
+    found = by_key(violations(v))["layout.pp"]
+    assert found.problem == "4 stages are more than layers 1"
+    assert "chunks" not in found.fix and "model.layers ≥ 4" in found.fix
+    chosen = run({"layers": 1}, layout=LayoutSpec(pp=2), schedule=ScheduleSpec(name="interleaved", chunks=2))
+    assert by_key(violations(chosen))["layout.pp"].fix == "use schedule.chunks ≤ 1"
+
+
+def test_a_family_that_nobody_knows_is_refused_by_name() -> None:
+    found = only(violations(run({"family": "foo"})))
+    assert (found.key, found.problem) == ("model.family", "'foo' is not a family that plait knows")
+    assert "llama" in found.fix
+
+
+def test_a_part_that_is_recomputed_twice_is_refused() -> None:
+    twice = run(recompute=RecomputeSpec(mode=("norm", "norm")))
+    assert str(only(violations(twice))) == "recompute.mode: lists 'norm' 2 times (once will do)"

@@ -205,16 +205,22 @@ class File:
             table = json.loads(text)
             metadata = table.pop("__metadata__", {})
             base = _LENGTH.size + length
+            self._refuse_unknown_dtypes(table)
             entries = {key: _entry(found, base, self.size) for key, found in table.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BrokenCheckpoint(self.path, f"its header is not that of safetensors: {error!r}") from error
+            told = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise BrokenCheckpoint(self.path, f"its header is not that of safetensors: {told}") from error
         return entries, metadata
+
+    def _refuse_unknown_dtypes(self, table: Mapping[str, Any]) -> None:
+        """A sound file may hold dtypes that plait does not read."""
+        for key, found in table.items():
+            if found["dtype"] not in NAMES:
+                raise BrokenCheckpoint(self.path, f"{key} is {found['dtype']}, and plait reads {', '.join(NAMES)}")
 
 
 def _entry(found: Mapping[str, Any], base: int, size: int) -> Entry:
     """One row of a header; ValueError where it contradicts itself or the file's size."""
-    if found["dtype"] not in NAMES:
-        raise ValueError(f"dtype {found['dtype']}, known are {', '.join(NAMES)}")
     (dtype, width), shape = NAMES[found["dtype"]], tuple(int(n) for n in found["shape"])
     start, stop = (base + int(n) for n in found["data_offsets"])
     if not base <= start <= stop <= size or min(shape, default=0) < 0 or stop - start != math.prod(shape) * width:

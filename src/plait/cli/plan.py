@@ -30,7 +30,9 @@ class Options:
     anchor: Annotated[str | None, typer.Option(metavar="14.7s", help="A measured step of this run.")] = None
     fits: Annotated[bool, typer.Option("--fits", help="Which knob, turned how far, makes it fit.")] = False
     tokens: Annotated[str | None, typer.Option(metavar="15T", help="Time to so many tokens.")] = None
-    price: Annotated[float | None, typer.Option(metavar="X", help="Per device and hour: cost to the tokens.")] = None
+    price: Annotated[
+        float | None, typer.Option(min=0, metavar="X", help="Per device and hour: cost to the tokens.")
+    ] = None
     top: Annotated[int, typer.Option(min=1, metavar="N", help="Plans to show.")] = 10
     output: Annotated[Path | None, typer.Option("-o", metavar="run.toml", help="Write a run for plait train.")] = None
     system: Annotated[
@@ -50,6 +52,12 @@ def _plan(options: Options) -> None:
 
     A run file (or overrides) is planned as it stands; --model, --nodes or layout.mode=auto search for the best split.
     """
+    for option, given, needed, there in (
+        ("--held-out", options.held_out, "--published FILE.csv", options.published),
+        ("--price", options.price is not None, "--tokens 15T", options.tokens),
+    ):
+        if given and there is None:
+            raise UsageError(f"{option} says nothing without {needed.split()[0]}", f"plait plan {needed} {option} ...")
     if options.published is not None:
         _published(options.published, options.held_out, options.as_json)
         return
@@ -95,9 +103,11 @@ def _to_tokens(best: Any, tokens: str | None, price: float | None) -> dict[str, 
         return {}
     scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
     try:
-        count = float(tokens.rstrip("KMBT")) * scale.get(tokens[-1], 1.0)
+        count = float(tokens.rstrip("KMBT")) * scale.get(tokens[-1:], 1.0)
     except ValueError as error:
         raise UsageError(f"--tokens {tokens}: not a number of tokens", "for example --tokens 15T") from error
+    if not 0 < count < float("inf"):
+        raise UsageError(f"--tokens {tokens}: more than 0 tokens are needed", "for example --tokens 15T")
     hours = count / (best.tokens_per_second * best.job.world) / 3600
     return {"hours": hours, "cost": None if price is None else hours * best.job.world * price}
 

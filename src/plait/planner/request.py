@@ -20,7 +20,7 @@ from plait.planner.seat import Seat
 from plait.planner.sized.step import peak
 from plait.planner.stack import load_stack
 from plait.planner.traffic import collectives
-from plait.spec.cluster import load_cluster
+from plait.spec.cluster import Cluster, load_cluster
 from plait.spec.errors import UsageError
 from plait.spec.families import from_hf_config
 from plait.spec.fit import fit, violations
@@ -74,12 +74,20 @@ def resolve(run: RunSpec, request: Request) -> Asked:
     if request.stack is None:
         assumed.append(f"stack {stack.name}")
     searched = request.model is not None or request.nodes is not None or run.layout.mode == "auto"
-    world = request.nodes * cluster.node if request.nodes else _own_world(run, searched, cluster.node, assumed)
+    node = min(cluster.node, cluster.devices or cluster.node)
+    world = request.nodes * cluster.node if request.nodes else _own_world(run, searched, node, assumed)
+    _refuse_more_than_there_are(cluster, world)
     run = run.model_copy(update={"model": model, "batch": _batch(run, request, model, assumed)})
     if run.schedule.file is not None:
         assumed.append(f"time and memory of schedule.name {run.schedule.name}, not of schedule.file")
     compute = _compute(run, request, cluster.device.kind, assumed)
     return Asked(Ground.of(model, stack, cluster), run, world, searched, compute, named, tuple(assumed))
+
+
+def _refuse_more_than_there_are(cluster: Cluster, world: int) -> None:
+    if cluster.devices is not None and world > cluster.devices:
+        problem = f"cluster {cluster.name}: {world} devices are asked for, it has {cluster.devices}"
+        raise UsageError(problem, f"ask for {cluster.devices} at most, or change devices in its file")
 
 
 def _own_world(run: RunSpec, searched: bool, node: int, assumed: list[str]) -> int:
@@ -174,6 +182,7 @@ def settle(run: RunSpec, world: int) -> tuple[RunSpec, str]:
     """
     free = run.layout.model_copy(update={"dp": None})
     asked = replace(resolve(run.model_copy(update={"layout": free}), Request(cluster=run.layout.cluster)), world=world)
+    _refuse_more_than_there_are(asked.ground.cluster, world)
     found = find(asked, top=10)
     taken = trainable(asked, found.plans)
     if taken is None:
@@ -191,7 +200,10 @@ def parse_seconds(text: str) -> float:
     found = _SECONDS.fullmatch(text.strip())
     if not found:
         raise UsageError(f"--anchor {text}: not a time", "for example --anchor 14.7s")
-    return float(found[1]) * {"ms": 1e-3, "s": 1.0, "min": 60.0}[found[2] or "s"]
+    seconds = float(found[1]) * {"ms": 1e-3, "s": 1.0, "min": 60.0}[found[2] or "s"]
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"--anchor {text}: a measured step takes more than 0 s", "for example --anchor 14.7s")
+    return seconds
 
 
 def anchored(asked: Asked, plan: Estimate, text: str) -> Estimate:

@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -21,6 +21,8 @@ from plait.spec.nearest import did_you_mean
 
 CATALOGUE = Path(__file__).parent / "catalogue"
 
+Positive = Annotated[float, Field(gt=0)]
+
 
 class Device(Spec):
     """One accelerator (or, on a CPU node, one process): its memory in bytes, and what it could do at best."""
@@ -29,9 +31,11 @@ class Device(Spec):
     family: str = ""  # devices that share the calibrated constants of the planner; blank: none do
     kind: Literal["cuda", "rocm", "cpu"]
     memory: int = Field(gt=0)
-    bandwidth: float = Field(gt=0)
-    peaks: Mapping[str, float]
-    units: int | None = None  # multiprocessors, each at one tile of a product at a time; None: any share of one
+    bandwidth: Positive
+    peaks: Mapping[str, Positive] = Field(min_length=1)
+    units: int | None = Field(
+        None, ge=1
+    )  # multiprocessors, each at one tile of a product at a time; None: any share of one
     source: str = ""
 
     @property
@@ -50,7 +54,7 @@ class Device(Spec):
 class Link(Spec):
     """One kind of wire. `domain` devices reach each other over it; None: all devices of the cluster do."""
 
-    bandwidth: float = Field(gt=0)
+    bandwidth: Positive
     latency: float = Field(ge=0)
     domain: int | None = Field(None, ge=1)
     staged: bool = False  # what is sent passes through the host's memory: no adapter reads the device's own
@@ -63,7 +67,7 @@ class Timed(Spec):
     operation: Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
     ranks: int = Field(ge=2)
     start: float = Field(ge=0)
-    bandwidth: float = Field(gt=0)
+    bandwidth: Positive
 
 
 class Measured(Spec):
@@ -72,14 +76,16 @@ class Measured(Spec):
     They take the place of the calibrated constants of the planner; what was not measured is left out.
     """
 
-    gemm: Mapping[str, float] = {}
-    expert: float | None = None  # grouped products of experts, relative to a dense product
-    attention: float | None = None
-    memory: float | None = None
-    operands: float | None = None  # part of a product's reading and writing that its arithmetic does not hide
-    update: float | None = None  # of the memory's bandwidth, by an optimizer's update
-    kernel: float | None = None
-    link: float | None = None
+    gemm: Mapping[str, Positive] = {}
+    expert: Positive | None = None  # grouped products of experts, relative to a dense product
+    attention: Positive | None = None
+    memory: Positive | None = None
+    operands: float | None = Field(
+        None, ge=0
+    )  # part of a product's reading and writing that its arithmetic does not hide
+    update: Positive | None = None  # of the memory's bandwidth, by an optimizer's update
+    kernel: float | None = Field(None, ge=0)
+    link: Positive | None = None
     collectives: tuple[Timed, ...] = ()
 
 
@@ -89,8 +95,8 @@ class Cluster(Spec):
     name: str
     device: Device
     node: int = Field(ge=1)
-    links: tuple[Link, ...]
-    devices: int | None = None  # how many there are; None: as many as asked for
+    links: tuple[Link, ...] = Field(min_length=1)
+    devices: int | None = Field(None, ge=1)  # how many there are; None: as many as asked for
     cores: float | None = Field(None, gt=0)  # of a node, shared by its devices, which are processes; None: not shared
     measured: Measured = Measured()
 
@@ -126,10 +132,10 @@ def load_cluster(name: str) -> Cluster:
 
     Raises UsageError for a name that is not in the catalogue, and for a file that is not a cluster's.
     """
+    if not name.endswith(".toml") and name not in known_clusters():
+        way = "a file of a cluster ends in .toml" if Path(name).exists() else did_you_mean(name, known_clusters())
+        raise UsageError(f"cluster {name!r} is not in the catalogue", way or "known: " + ", ".join(known_clusters()))
     path = Path(name) if name.endswith(".toml") else CATALOGUE / "clusters" / f"{name}.toml"
-    if not name.endswith(".toml") and not path.is_file():
-        near = did_you_mean(name, known_clusters())
-        raise UsageError(f"cluster {name!r} is not in the catalogue", near or "known: " + ", ".join(known_clusters()))
     table = _read(path)
     device = table.get("device")
     if isinstance(device, str):
@@ -140,14 +146,24 @@ def load_cluster(name: str) -> Cluster:
             raise UsageError(f"{path}: device {device!r} is unknown", f"{near}; or a table [device] with its figures")
         table = {**table, "device": _read(of_catalogue)}
     try:
-        measured = dict(table.get("measured", {}))
-        if "collectives" in measured:
-            measured["collectives"] = tuple(measured["collectives"])
-        return Cluster.model_validate({**table, "links": tuple(table.get("links", ())), "measured": measured})
+        return Cluster.model_validate(_rows_as_tuples(table))
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{path}: {key}: {first['msg']}", "plait measure writes such a file") from error
+        wrong = "; ".join(_told(dict(one)) for one in error.errors())
+        raise UsageError(f"{path}: {wrong}", "plait measure writes such a file") from error
+
+
+def _rows_as_tuples(table: dict[str, Any]) -> dict[str, Any]:
+    """Lists of tables, as specs hold them; what is of another type stays, to be refused by its spec."""
+    fixed = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+    if isinstance(measured := fixed.get("measured"), dict):
+        fixed["measured"] = _rows_as_tuples(measured)
+    return fixed
+
+
+def _told(error: dict[str, Any]) -> str:
+    """One reason of pydantic's: key, what it should be, and what a single value is instead."""
+    key, value = ".".join(str(part) for part in error["loc"]), error["input"]
+    return f"{key}: {error['msg']}" + (f", is {value!r}" if isinstance(value, int | float | str) else "")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -157,5 +173,5 @@ def _read(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"{path}: cannot be read: {error.strerror}", "known: " + ", ".join(known_clusters())
         ) from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: not TOML: {error}") from error

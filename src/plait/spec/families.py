@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ValidationError
+
 from plait.spec.errors import InvalidRun, Violation
 from plait.spec.experts import TRAINING
 from plait.spec.model import ModelSpec, RopeScaling, violations
@@ -199,10 +201,9 @@ _HARMLESS = {
 def from_hf_config(config: Config) -> ModelSpec:
     """A `config.json` as a ModelSpec. Raises InvalidRun with every key that is missing, unknown or unsupported."""
     name = config.get("model_type")
-    if name not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise InvalidRun([Violation("model_type", f"{name!r} is not a family that plait knows", f"known: {known}")])
-    family = FAMILIES[name]
+    if found := unknown_family("model_type", name):
+        raise InvalidRun(found, "config.json")
+    family = FAMILIES[str(name)]
     config = {family.also.get(key, key): value for key, value in config.items()}
     fields, found = _fields(family, {**family.defaults, **config})
     found += _unknown_keys(family, config)
@@ -212,10 +213,31 @@ def from_hf_config(config: Config) -> ModelSpec:
         found += refused
     if found:
         raise InvalidRun(found, "config.json")
-    spec = ModelSpec.model_validate(_nested({"family": name, **family.fixed, **fields}))
+    try:
+        spec = ModelSpec.model_validate(_nested({"family": name, **family.fixed, **fields}))
+    except ValidationError as error:
+        raise InvalidRun(_wrong_types(family, error), "config.json") from error
     if broken := violations(spec):
         raise InvalidRun(broken, "config.json")
     return spec
+
+
+def unknown_family(key: str, name: object) -> list[Violation]:
+    """That `name` is no row of the table, under the key that says it; nothing where it is one."""
+    if isinstance(name, str) and name in FAMILIES:
+        return []
+    return [Violation(key, f"{name!r} is not a family that plait knows", "known: " + ", ".join(FAMILIES))]
+
+
+def _wrong_types(family: Family, error: ValidationError) -> list[Violation]:
+    """Values that are none of their field's, under the keys of the file."""
+    keys = dict(family.keys)
+    found = []
+    for one in error.errors():
+        field = ".".join(str(part) for part in one["loc"])
+        key = keys.get(field, field)
+        found.append(Violation(key, f"is {one['input']!r}: {one['msg'][:1].lower()}{one['msg'][1:]}"))
+    return found
 
 
 def to_hf_config(spec: ModelSpec) -> Config:
@@ -224,6 +246,8 @@ def to_hf_config(spec: ModelSpec) -> Config:
     Residual dropout, init_std and what balances experts are left out where the family has no key: they say nothing
     about trained weights.
     """
+    if found := unknown_family("model.family", spec.family):
+        raise InvalidRun(found)
     family = FAMILIES[spec.family]
     config: Config = {"model_type": spec.family, "architectures": [family.architecture]}
     config |= {key: _value(spec, name) for name, key in family.keys}
@@ -270,13 +294,14 @@ def _fields(family: Family, values: Config) -> tuple[Config, list[Violation]]:
         if value is not None and fields.setdefault(name, value) != value:
             found.append(Violation(key, f"is {value}, where another key says {fields[name]}; plait has one {name}"))
         if value is None and name == "ffn" and family.ffn_ratio is not None:
-            fields[name] = family.ffn_ratio * fields.get("hidden", 0)
+            hidden = fields.get("hidden")
+            fields[name] = family.ffn_ratio * hidden if isinstance(hidden, int) else hidden
         elif value is None and name in _NEEDED:
             found.append(Violation(key, "is missing"))
     if family.grouped and values.get("topk_method") == "greedy":
         fields |= {"moe.groups": 1, "moe.top_groups": 1}
     activation = values.get(family.activation) or next(iter(family.activations))
-    fields["mlp"] = family.activations.get(activation)
+    fields["mlp"] = family.activations.get(activation) if isinstance(activation, str) else None
     if fields["mlp"] is None:
         can = " or ".join(family.activations)
         found.append(Violation(family.activation, f"is {activation!r}, and plait can only build {can}"))
@@ -298,11 +323,14 @@ def _unknown_keys(family: Family, config: Config) -> Iterator[Violation]:
 
 def _rope(config: Config) -> tuple[Config, list[Violation]]:
     """Rotary fields from either spelling: rope_theta beside rope_scaling (transformers 4), or one table (5)."""
-    table = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    tables = {key: config.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
+    if no_table := [key for key, value in tables.items() if not isinstance(value, dict)]:
+        return {}, [Violation(key, f"is {tables[key]!r}, where a table is needed") for key in no_table]
+    table = {**tables["rope_scaling"], **tables["rope_parameters"]}
     theta = table.pop("rope_theta", config.get("rope_theta") or 10000.0)
     old, new = table.pop("type", "default"), table.pop("rope_type", None)
     kind = new or old
-    if kind not in _SCALING_KEYS:
+    if not isinstance(kind, str) or kind not in _SCALING_KEYS:
         known = ", ".join(_SCALING_KEYS)
         return {}, [Violation("rope_scaling", f"{kind!r} is a kind that plait does not know", f"known: {known}")]
     keys = _SCALING_KEYS[kind]
@@ -313,7 +341,7 @@ def _rope(config: Config) -> tuple[Config, list[Violation]]:
     if found or kind == "default":
         return {"rope_theta": theta}, found
     scaling = {"kind": kind, **{name: table[key] for key, name in keys.items()}}
-    scaling |= {key: float(table[key]) for key in more if table[key] is not None}
+    scaling |= {key: table[key] for key in more if table[key] is not None}
     return {"rope_theta": theta, "rope_scaling": scaling}, []
 
 

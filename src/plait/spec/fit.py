@@ -10,6 +10,7 @@ from __future__ import annotations
 from math import gcd, lcm
 
 from plait.spec.errors import InvalidRun, UsageError, Violation
+from plait.spec.families import unknown_family
 from plait.spec.layout import Layout
 from plait.spec.model import ModelSpec
 from plait.spec.model import violations as model_violations
@@ -45,6 +46,7 @@ def violations(run: RunSpec, world: int | None = None, train: bool = False) -> l
     dp = _dp(run, world)
     sizes = model_violations(run.model)
     return [
+        *unknown_family("model.family", run.model.family),
         *sizes,
         *([] if sizes else _split_violations(run)),
         *_layout_violations(run, dp),
@@ -167,6 +169,8 @@ def _too_many_stages(run: RunSpec) -> list[Violation]:
         return []
     chunks = stages // run.layout.pp
     fix = f"pp ≤ {layers // chunks}" if 0 < chunks <= layers else f"schedule.chunks ≤ {layers}"
+    if chunks > layers and not SHAPES[run.schedule.name].chosen:
+        fix = f"model.layers ≥ {stages}, or a schedule of fewer than {chunks} stages per rank"
     return [Violation("layout.pp", f"{stages} stages are more than layers {layers}", f"use {fix}")]
 
 
@@ -263,6 +267,10 @@ def _recompute_violations(run: RunSpec) -> list[Violation]:
         for part in run.recompute.parts
         if part not in RECOMPUTED_PARTS
     ]
+    for part in sorted({part for part in run.recompute.parts if run.recompute.parts.count(part) > 1}):
+        found.append(
+            Violation("recompute.mode", f"lists {part!r} {run.recompute.parts.count(part)} times", "once will do")
+        )
     if mode == ():
         found.append(Violation("recompute.mode", "lists 0 parts, needs at least 1", f"use 'none', or of {known}"))
     if mode == "none" and run.recompute.layers != "all":

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from plait.spec.errors import UsageError
 
-CELL = re.compile(r"(BW|F|B|W)(\d+)(?:/(\d+))?")
+CELL = re.compile(r"(BW|F|B|W)(\d{1,15})(?:/(\d{1,15}))?")
 EXAMPLE = "a cell is like F3, B0/5, W0/5, BW2/1 or F4/0+BW1/7: kind, micro-batch, stage"
 
 
@@ -53,7 +53,7 @@ def read_file(path: str) -> ScheduleFile:
 def _read(path: str, changed: int, size: int) -> ScheduleFile:
     lines: list[int] = []
     ranks: list[tuple[tuple[Pass, ...], ...]] = []
-    with open(path, encoding="utf-8", newline="") as file:
+    with open(path, encoding="utf-8-sig", newline="") as file:
         for number, line in enumerate(file, 1):
             if line.strip() and not line.startswith("#"):
                 cells = [cell.strip() for cell in next(csv.reader([line]))]
@@ -82,9 +82,10 @@ def _owner(path: str, lines: list[int], ranks: list[tuple[tuple[Pass, ...], ...]
                 where = f"{path}:{lines[rank]}"
                 hint = "a stage belongs to the one rank that runs all of its actions"
                 raise UsageError(f"{where}: stage {stage} stands on line {lines[other]} too", hint)
-    if missing := sorted(set(range(max(owner) + 1)) - owner.keys()):
+    if len(owner) <= max(owner):
+        missing = next(stage for stage in range(len(owner) + 1) if stage not in owner)
         raise UsageError(
-            f"{path}: stage {missing[0]} has no action, stage {max(owner)} has",
+            f"{path}: stage {missing} has no action, stage {max(owner)} has",
             f"number the {len(owner)} stages from 0 to {len(owner) - 1}",
         )
     return tuple(owner[stage] for stage in range(len(owner)))

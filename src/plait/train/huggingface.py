@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,23 +22,30 @@ from plait.checkpoint.manifest import Tensor as Held
 from plait.checkpoint.save import versions
 from plait.checkpoint.source import Source, read_part
 from plait.models.hf import HEAD, NAMES, Rectangle, names_in, origins, shapes_in_hf
-from plait.spec.errors import DataError, UsageError
+from plait.spec.errors import DataError, SaveFailed, UsageError
 from plait.spec.families import from_hf_config, to_hf_config
 from plait.spec.model import ModelSpec
 
 CONFIG, INDEX, WHOLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+OTHER_MODEL = f"the weights are of another model than its {CONFIG} or the run describes, or files are missing"
 SHARD_BYTES = 5 * 10**9
 
 
 def is_huggingface(folder: Path) -> bool:
-    """Whether a directory looks like one of theirs."""
-    return (folder / CONFIG).exists()
+    """Whether a directory looks like one of theirs, be it with a part missing."""
+    return any((folder / name).exists() for name in (CONFIG, INDEX, WHOLE))
 
 
 def spec_of(folder: Path) -> ModelSpec:
     """The model that a directory's config.json describes."""
+    _need_config(folder)
     return from_hf_config(_json(folder / CONFIG))
+
+
+def _need_config(folder: Path) -> None:
+    if not (folder / CONFIG).exists():
+        raise UsageError(f"{folder}: weights without a {CONFIG}", f"put the model's {CONFIG} beside them")
 
 
 class HuggingFace:
@@ -48,16 +55,22 @@ class HuggingFace:
     """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
+        _need_config(folder)
         self.folder, self.spec = folder, spec
         self._open = ExitStack()
         self._files = {name: self._open.enter_context(File(folder / name)) for name in _files_of(folder)}
         self._where = {key: file for file in self._files.values() for key in file.entries}
+        least = spec.layers + (spec.moe.count if spec.moe else 0)  # before each of them is given its name
+        if len(self._where) < least:
+            problem = f"{folder}: {len(self._where)} tensors, and the model has {least} layers and experts"
+            raise DataError(problem, OTHER_MODEL)
         self._names = names_in(self._where, spec)
         self._origins, self._sizes = origins(spec), {t.name: t.size for t in spec.parameters()}
         for name, (shape, _) in shapes_in_hf(spec).items():
             key = self._names[name]
             if self._where[key].entries[key].shape != shape:
-                raise DataError(f"{key} is {self._where[key].entries[key].shape}, and the model needs {shape}")
+                there = self._where[key].entries[key].shape
+                raise DataError(f"{key} is {there}, and the model needs {shape}", OTHER_MODEL)
         self._table = NAMES[spec.family][0].theirs
         self._twin = HEAD if spec.tied and HEAD in self._where and self._names[self._table] != HEAD else None
 
@@ -96,7 +109,11 @@ class HuggingFace:
 
 def _files_of(folder: Path) -> list[str]:
     if (folder / INDEX).exists():
-        return sorted({_plain_name(name) for name in _json(folder / INDEX)["weight_map"].values()})
+        where = _json(folder / INDEX).get("weight_map")
+        if not isinstance(where, dict) or not where:
+            problem = f"{folder / INDEX}: weight_map is {where!r}, where a table of tensors and files is needed"
+            raise DataError(problem, "take the index that belongs to these files")
+        return sorted({_plain_name(name) for name in where.values()})
     if (folder / WHOLE).exists():
         return [WHOLE]
     pickles = sorted(path.name for path in folder.glob("*.bin"))
@@ -107,8 +124,8 @@ def _files_of(folder: Path) -> list[str]:
     raise UsageError(f"{folder}: neither {WHOLE} nor {INDEX}", "a Hugging Face directory holds one of them")
 
 
-def _plain_name(name: str) -> str:
-    if Path(name).name != name:
+def _plain_name(name: object) -> str:
+    if not isinstance(name, str) or not name or Path(name).name != name:
         raise DataError(f"{INDEX}: {name!r} is not the name of a file beside it")
     return name
 
@@ -116,10 +133,10 @@ def _plain_name(name: str) -> str:
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}", "it should be JSON, as Hugging Face writes it") from error
     if not isinstance(found, dict):
-        raise UsageError(f"{path}: {type(found).__name__} where a table is needed")
+        raise UsageError(f"{path}: {type(found).__name__} where a table is needed", "it should be Hugging Face's")
     return found
 
 
@@ -129,27 +146,46 @@ def export(manifest: Manifest, folder: Path, dtype: str | None = None, shard_byt
     `dtype` None: the dtype that the run computed in. Raises UsageError where the folder is taken, DataError where a
     value has no room in fp16.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"{folder} exists and is not empty", "name another directory")
     run = manifest.facts.run
     spec = ModelSpec.model_validate_json(json.dumps(run["model"]))
     dtype = dtype or run.get("precision", {}).get("compute", manifest.facts.dtype)
-    building = folder.with_name(f"{folder.name}.building")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
     config = {**to_hf_config(spec), "torch_dtype": dtype}
-    (building / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    with Source(manifest) as source:
-        names = _write_shards(building, spec, dtype, source, shard_bytes)
-    tokenizer = run.get("data", {}).get("tokenizer")
-    for name in TOKENIZER if tokenizer else ():
-        there = Path(tokenizer) if name == TOKENIZER[0] else Path(tokenizer).with_name(name)
-        if there.exists():
-            shutil.copyfile(there, building / name)
-    if folder.exists():
-        folder.rmdir()
-    building.rename(folder)
+    with _made(folder) as building:
+        (building / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        with Source(manifest) as source:
+            names = _write_shards(building, spec, dtype, source, shard_bytes)
+        tokenizer = run.get("data", {}).get("tokenizer")
+        for name in TOKENIZER if tokenizer else ():
+            there = Path(tokenizer) if name == TOKENIZER[0] else Path(tokenizer).with_name(name)
+            if there.exists():
+                shutil.copyfile(there, building / name)
     return [CONFIG, *names]
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[Path]:
+    """A new directory beside `folder` to write into, which takes its place at the end; after an error neither is there.
+
+    Raises UsageError where it is taken or cannot be made, SaveFailed where a file of it cannot be written.
+    """
+    building = folder.with_name(f"{folder.name}.building")
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            raise UsageError(f"{folder} exists and is not empty", "name another directory")
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be made: {error.strerror or error}", "name another directory") from error
+    try:
+        yield building
+        if folder.exists():
+            folder.rmdir()
+        building.rename(folder)
+    except OSError as error:
+        hint = "make room or name another directory; nothing of it was kept"
+        raise SaveFailed(f"{folder}: cannot be written: {error.strerror or error}", hint) from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
 
 
 def _write_shards(folder: Path, spec: ModelSpec, dtype: str, source: Source, limit: int) -> list[str]:
@@ -198,12 +234,10 @@ def _contents(entries: list[tuple[str, str, tuple[int, ...]]], spec: ModelSpec, 
 
 def take_in(folder: Path, target: Path) -> list[str]:
     """Write one of their directories as a checkpoint of no step, in float32 or wider; the names of its files."""
-    if target.exists() and any(target.iterdir()):
-        raise UsageError(f"{target} exists and is not empty", "name another directory")
     spec = spec_of(folder)
-    tensors = {t.name: t.shape for t in spec.parameters()}
-    wholes = {name: tuple((0, size) for size in shape) for name, shape in tensors.items()}
-    with HuggingFace(folder, spec) as source:
+    with HuggingFace(folder, spec) as source, _made(target) as building:
+        tensors = {t.name: t.shape for t in spec.parameters()}
+        wholes = {name: tuple((0, size) for size in shape) for name, shape in tensors.items()}
         dtype = "float64" if source.dtype == "float64" else "float32"
         entries = [(key_of(WEIGHT, name, wholes[name]), dtype, shape) for name, shape in tensors.items()]
         header = header_of(entries, {})
@@ -211,16 +245,15 @@ def take_in(folder: Path, target: Path) -> list[str]:
             source.read(name, whole).to(getattr(torch, dtype)).contiguous().reshape(-1).view(torch.uint8).numpy().data
             for name, whole in wholes.items()
         )
-        target.mkdir(parents=True, exist_ok=True)
         file = "weights.safetensors"
-        checksums = write_file(target / file, header, size_of(header, entries), contents)
+        checksums = write_file(building / file, header, size_of(header, entries), contents)
         tokenizer = folder / TOKENIZER[0]
         run = {
             "model": spec.model_dump(mode="json"),
             "precision": {"compute": source.dtype},
             "data": {"tokenizer": str(tokenizer.absolute()) if tokenizer.exists() else None},
         }
-    facts = Facts(0, 0, 0, None, {}, run, {}, "", dtype, versions())
-    held = {name: Held(shape, (WEIGHT,), (Part(wholes[name], file),)) for name, shape in tensors.items()}
-    write_manifest(Manifest(target, facts, {file: checksums}, held))
+        facts = Facts(0, 0, 0, None, {}, run, {}, "", dtype, versions())
+        held = {name: Held(shape, (WEIGHT,), (Part(wholes[name], file),)) for name, shape in tensors.items()}
+        write_manifest(Manifest(building, facts, {file: checksums}, held))
     return [file, MANIFEST]
