@@ -131,6 +131,44 @@ def test_a_disk_that_is_full_is_named_and_nothing_is_left(
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize("command", ["convert", "show"])
+def test_a_broken_checkpoint_is_answered_with_the_whole_one_beside_it(
+    command: str, theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, newer = (tmp_path / "checkpoints" / f"step-0000000{step}" for step in (1, 2))
+    target = [tmp_path / "again"] if command == "convert" else []
+    take_in(theirs, newer)
+    (newer / "manifest.json").write_bytes(b"{" + (newer / "manifest.json").read_bytes())
+    assert main([command, str(newer), *map(str, target)]) == 1
+    assert "no other checkpoint stands beside it" in capsys.readouterr().err
+    take_in(theirs, older)
+    assert main([command, str(newer), *map(str, target)]) == 1
+    assert f"hint: another checkpoint beside it: {older}" in capsys.readouterr().err
+
+
+def test_a_flipped_bit_of_the_newest_names_the_older_one(
+    theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, newer = (tmp_path / "checkpoints" / f"step-0000000{step}" for step in (1, 2))
+    take_in(theirs, older)
+    take_in(theirs, newer)
+    content = bytearray((newer / "weights.safetensors").read_bytes())
+    content[-1] ^= 1
+    (newer / "weights.safetensors").write_bytes(content)
+    told = refused(capsys, tmp_path, tmp_path / "again", code=1)
+    assert "are not those that were written" in told and f"hint: another checkpoint beside it: {older}" in told
+
+
+def test_weights_that_lack_a_tensor_have_a_way_out(
+    theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = load_file(theirs / WEIGHTS)
+    del tensors["model.norm.weight"]
+    save_file(tensors, theirs / WEIGHTS)
+    told = refused(capsys, theirs, tmp_path / "ours")
+    assert "lacks: model.norm.weight" in told and f"hint: take it again from where {theirs}" in told
+
+
 def test_a_model_of_no_known_family_is_refused_before_anything_is_written(theirs: Path, tmp_path: Path) -> None:
     take_in(theirs, tmp_path / "ours")
     manifest = read_manifest(tmp_path / "ours")

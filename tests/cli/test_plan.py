@@ -137,6 +137,7 @@ def test_tokens_are_turned_into_time_and_cost(capsys: pytest.CaptureFixture[str]
         (("--held-out",), "without --published"),
         (("--as", "megatorn"), "did you mean megatron"),
         (("--dtype", "int8"), "unknown"),
+        (("--dtype", "xyz"), "known: bf16, fp16"),
         (("--published", "nowhere.csv"), "cannot be read"),
         (("layout.tp=3",), "heads 4"),
     ],

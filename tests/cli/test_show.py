@@ -100,7 +100,7 @@ def test_a_world_gives_the_replicas(capsys: pytest.CaptureFixture[str]) -> None:
         (["memory", "layout.tp=3"], "3 does not divide heads 4"),
         (["layout", "layout.tq=2"], "layout.tq: unknown key"),
         (["no/such/run"], "plait show no/such/run: neither layout, schedule, memory nor a run's directory"),
-        ([str(SOURCE)], "spans.jsonl: cannot be read"),
+        ([str(SOURCE)], "neither a run's directory nor a checkpoint"),
         ([str(SOURCE), "layout.tp=2"], "nothing can be overridden"),
     ],
 )
@@ -181,3 +181,27 @@ def test_a_search_that_cannot_be_is_refused(
 ) -> None:
     assert main(["show", *arguments]) == 2
     assert error in capsys.readouterr().err
+
+
+def test_a_limit_that_lets_nothing_through_is_answered_with_one_that_does(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["show", "schedule", "layout.pp=2", "--search"]
+    assert main([*words, "--limit", "0"]) == 2
+    hint = capsys.readouterr().err.splitlines()[-1]
+    option, share = hint.removeprefix("hint: ").split()
+    assert option == "--limit" and 0 < float(share) <= 1
+    assert main([*words, option, share]) == 0
+
+
+def test_a_run_that_has_not_ended_is_told_from_a_folder_of_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shelf = tmp_path / "checkpoints"
+    (shelf / "step-00000002").mkdir(parents=True)
+    (shelf / "step-00000001").mkdir()
+    assert main(["show", str(shelf)]) == 2
+    told = capsys.readouterr().err
+    assert "holds 2 checkpoints" in told and f"plait show {shelf / 'step-00000002'}" in told
+    (tmp_path / "run.toml").touch()
+    assert main(["show", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert "has no spans.jsonl" in told and f"plait show {shelf / 'step-00000002'}" in told

@@ -12,6 +12,7 @@ from typing import Any
 
 from plait.checkpoint.files import Checksums, File
 from plait.checkpoint.manifest import Manifest, read_manifest
+from plait.checkpoint.shelf import complete, folders
 from plait.spec.errors import BrokenCheckpoint
 from plait.spec.units import format_bytes, format_count
 
@@ -79,6 +80,17 @@ def picture_checkpoint(folder: Path) -> CheckpointPicture:
         except BrokenCheckpoint as error:
             broken.append((name, error.reason))
     return CheckpointPicture(manifest, tuple(broken))
+
+
+def way_round(folder: Path) -> str:
+    """What to take in place of a broken checkpoint: the newest complete one that stands beside it."""
+    for other in folders(folder.parent):
+        try:
+            if other != folder:
+                return f"another checkpoint beside it: {complete(other).folder}"
+        except BrokenCheckpoint:
+            continue
+    return "no other checkpoint stands beside it that is whole"
 
 
 def _read_whole(path: Path, checksums: Checksums) -> None:

@@ -6,13 +6,17 @@ No rank is started: what is written depends on the values alone, not on the layo
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from plait.checkpoint.shelf import newest
+from plait.checkpoint.picture import way_round
+from plait.checkpoint.shelf import candidates, newest
 from plait.cli.run import Json, need_torch, to_json
+from plait.spec.errors import BrokenCheckpoint, DataError
 from plait.spec.units import format_bytes
 
 DType = Literal["float32", "bfloat16", "float16", "float64"]
@@ -32,11 +36,24 @@ def convert(
     from plait.train.huggingface import export, is_huggingface, take_in
 
     if is_huggingface(source):
-        names = take_in(source, target)
+        with _hinted(lambda: f"take it again from where {source} came from"):
+            names = take_in(source, target)
     else:
-        manifest = newest(source)
+        with _hinted(lambda: way_round(candidates(source)[0])):
+            manifest = newest(source)
         print(f"step {manifest.facts.step}, from {manifest.folder}", file=sys.stderr)
-        names = export(manifest, target, dtype)
+        with _hinted(lambda: way_round(manifest.folder)):
+            names = export(manifest, target, dtype)
     sizes = {name: (target / name).stat().st_size for name in names}
     told = "\n".join(f"{target / name}  {format_bytes(size)}" for name, size in sizes.items())
     print(to_json({"target": str(target), "files": sizes}) if as_json else told)
+
+
+@contextmanager
+def _hinted(way: Callable[[], str]) -> Iterator[None]:
+    """What is broken or does not belong together gets a way out where it has none."""
+    try:
+        yield
+    except (BrokenCheckpoint, DataError) as error:
+        error.hint = error.hint or way()
+        raise

@@ -15,13 +15,14 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
-from plait.checkpoint.picture import picture_checkpoint
+from plait.checkpoint.picture import picture_checkpoint, way_round
 from plait.checkpoint.shelf import candidates
 from plait.cli.run import Json, Words, read_run, settled, with_options
-from plait.spec.errors import UsageError
+from plait.spec.errors import BrokenCheckpoint, UsageError
 from plait.spec.fit import fit
 
 PICTURES = ("layout", "schedule", "memory")  # `plait.report.<name>` defines `picture_<name>(run, layout)`
+SPANS = "spans.jsonl"
 WIDTH = 100  # columns, where no terminal says otherwise
 
 
@@ -139,8 +140,30 @@ def _measured(folder: str, words: Sequence[str] | None, world: int | None) -> Pi
         raise UsageError(f"plait show {folder}: neither {known} nor a run's directory", "plait show --help")
     if words or world:
         raise UsageError(f"{folder} holds a run that has been: nothing can be overridden", f"plait show {folder}")
-    if candidates(Path(folder)) == [Path(folder)]:
-        return picture_checkpoint(Path(folder))
+    found = candidates(Path(folder))
+    if found == [Path(folder)]:
+        return _checkpoint(Path(folder))
+    if not (Path(folder) / SPANS).exists():
+        raise UsageError(*_without_spans(Path(folder), found))
     from plait.report.measured import picture_run
 
     return picture_run(Path(folder))
+
+
+def _checkpoint(folder: Path) -> Picture:
+    try:
+        return picture_checkpoint(folder)
+    except BrokenCheckpoint as error:
+        error.hint = error.hint or way_round(folder)
+        raise
+
+
+def _without_spans(folder: Path, found: Sequence[Path]) -> tuple[str, str]:
+    """What a directory is that has no measured timeline, and what can be shown in its place."""
+    newest = f"plait show {found[0]}" if found else ""
+    if (folder / "run.toml").exists():
+        ended = f"{folder} has no {SPANS}, which a run writes when it comes to its end"
+        return ended, f"its newest checkpoint: {newest}" if newest else f"go on with plait train {folder}/run.toml"
+    if found:
+        return f"{folder} holds {len(found)} checkpoints, and one is shown at a time", newest
+    return f"{folder}: neither a run's directory nor a checkpoint", "plait show --help"

@@ -114,7 +114,9 @@ def _compute(run: RunSpec, request: Request, kind: str, assumed: list[str]) -> s
     if request.dtype is not None:
         compute = DTYPES.get(request.dtype, request.dtype)
         if compute not in WIDTHS:
-            raise UsageError(f"--dtype {request.dtype}: unknown", did_you_mean(request.dtype, {**DTYPES, **WIDTHS}))
+            known = {**DTYPES, **WIDTHS}
+            near = did_you_mean(request.dtype, known) or "known: " + ", ".join(known)
+            raise UsageError(f"--dtype {request.dtype}: unknown", near)
         return compute
     if request.model is not None and kind != "cpu":
         assumed.append("bfloat16")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -74,7 +75,12 @@ def picture_found(run: RunSpec, layout: Layout, asked: Asked) -> FoundPicture:
     micro_batches = run.batch.micro_batches(layout.dp)
     costs, where = _costs(run, stages, asked)
     task = Task(stages.owner, micro_batches, costs, memory)
-    found = replace(search(task).schedule, name="found")
+    try:
+        found = replace(search(task).schedule, name="found")
+    except UsageError as error:
+        raise UsageError(
+            f"--limit {asked.limit:g}: {error.message}", f"--limit {_least(run, layout, memory)}"
+        ) from error
     best = min(
         ((s.name, seconds(s, costs)) for s in named(stages.owner, micro_batches) if memory.allows(s)),
         key=lambda one: one[1],
@@ -90,12 +96,25 @@ def picture_found(run: RunSpec, layout: Layout, asked: Asked) -> FoundPicture:
     )  # fmt: skip
 
 
-def _memory(run: RunSpec, layout: Layout, stages: StageMap, share: float) -> Memory:
-    """Bytes of each stage, and the same limit for each rank."""
+def _most(run: RunSpec, layout: Layout) -> int:
+    """Bytes of activations on the rank that holds most of them under 1F1B."""
     plain = run.model_copy(update={"schedule": ScheduleSpec(name="1f1b")})
     micro_batches = run.batch.micro_batches(layout.dp)
     line = [kept(Seat(plain, layout, layout.rank(pp=pp)), pp, splits=False).between for pp in range(layout.pp)]
-    most = max(held * min(layout.pp - pp, micro_batches) for pp, held in enumerate(line))
+    return max(held * min(layout.pp - pp, micro_batches) for pp, held in enumerate(line))
+
+
+def _least(run: RunSpec, layout: Layout, memory: Memory) -> float:
+    """The limit, rounded up to a hundredth, under which a rank can hold a micro-batch of each of its stages."""
+    held = [0] * layout.pp
+    for stage, pp in enumerate(stages_of(run, layout).owner):
+        held[pp] += memory.forward[stage] + memory.weight[stage]
+    return ceil(100 * max(held) / _most(run, layout)) / 100
+
+
+def _memory(run: RunSpec, layout: Layout, stages: StageMap, share: float) -> Memory:
+    """Bytes of each stage, and the same limit for each rank."""
+    most = _most(run, layout)
     own = [kept(Seat(run, layout, layout.rank(pp=pp)), stage, splits=True) for stage, pp in enumerate(stages.owner)]
     return Memory(tuple(one.between for one in own), tuple(one.late for one in own), (int(share * most),) * layout.pp)
 
