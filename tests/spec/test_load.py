@@ -179,6 +179,7 @@ def test_what_is_no_override_is_said_to_be_none(override: str) -> None:
         ("lr=2", "lr: unknown key, in the override 'lr=2' (it belongs to [optim])"),
         ("layout=2", "layout: is a section, not a value"),
         ("layout-tp=2", "did you mean layout.tp?"),
+        ("a.b.c=3", "a: unknown key, in the override 'a.b.c=3' (known: model, layout"),
         ("layuot.tp=2", "layuot: unknown key, in the override 'layuot.tp=2' (did you mean layout?)"),
         ("layout.tp.x=2", "layout.tp: should be a whole number"),
         ("data.files=a.txt", "data.files: should be a list of texts, got 'a.txt'"),

@@ -32,9 +32,12 @@ def nearest_multiples(unit: int, wanted: int) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The shortest known name that begins with `name`, else the one that is spelled most like it, if any is."""
+    """The shortest known name that begins with `name`, else the one that is spelled most like it, if any is.
+
+    One letter begins too much to mean anything.
+    """
     names = list(known)
-    if longer := [one for one in names if name and one.startswith(name.lower())]:
+    if longer := [one for one in names if len(name) > 1 and one.startswith(name.lower())]:
         return min(longer, key=len)
     close = get_close_matches(name.lower().replace("-", "_"), names, n=1, cutoff=0.6)
     return close[0] if close else None
