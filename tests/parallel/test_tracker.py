@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +14,9 @@ import torch
 from plait.models.decoder import Decoder
 from plait.models.dropout import step_key
 from plait.models.init import initialise
+from plait.models.layers import Linear
 from plait.models.where import Where
+from plait.parallel.late import Late, LateLinear
 from plait.parallel.recompute import recompute
 from plait.parallel.stage import DecoderStage, Tensors
 from plait.parallel.tracker import StepBytes, Tracker, storage_bytes
@@ -287,3 +290,15 @@ def most_left_for_w(run: RunSpec) -> int:
     with mock.patch.object(DecoderStage, "backward_input", watched):
         mine.backward()
     return max(found)
+
+
+def test_what_is_left_for_w_holds_nothing_of_the_graph_that_it_comes_from() -> None:
+    """A linear's input knows how it was made, up to what the stage received, and that knows its gradient."""
+    late = Late(lambda parameter, gradient: None)
+    linear = LateLinear(Linear(4, 4, bias=False, make={"device": "cpu", "dtype": torch.float32}), late)
+    received = torch.ones(1, 2, 4, requires_grad=True)
+    alive = weakref.ref(received)
+    with late.keeping() as products:
+        linear(received * 2).sum().backward()
+    del received
+    assert len(products) == 1 and alive() is None

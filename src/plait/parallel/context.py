@@ -196,6 +196,7 @@ class _ScatterHome:
 
     def home(self) -> list[Tensor]:
         wholes = [torch.cat(part, dim=1) for part in zip(*(self.parts[i] for i in range(self.group.size)), strict=True)]
+        self.parts.clear()
         pending = [comm.start_reduce_scatter(x, self.group) for x in wholes]
         return [comm.finish_reduce_scatter(x, self.group) for x in pending]
 
@@ -238,29 +239,35 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, lse = ctx.saved_tensors
-        attend: Attend = ctx.attend
-        travel, home_kind = EXCHANGES[attend.context.exchange]
-        home = home_kind(attend.context.ring)
-        wide = lse.dtype
-        queries, grad = q.transpose(1, 2), grad.transpose(1, 2)
-        delta = (out.to(wide) * grad.to(wide)).sum(-1)
-        grad_q = torch.zeros_like(q, dtype=wide).transpose(1, 2)
-        for source, held in travel((k, v), attend.context.ring):
-            keys, values = (x.transpose(1, 2) for x in held)
-            grads = [torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in held]
-            grad_k, grad_v = (x.transpose(1, 2) for x in grads)
-            for tile in attend.tiles(source):
-                at = tile.queries
-                inputs = grad[:, :, at], queries[:, :, at], keys[:, :, tile.keys], values[:, :, tile.keys]
-                whole = out[:, :, at], lse[:, :, at], delta[:, :, at]
-                parts = blocks.backward(*inputs, whole, attend.masks(tile, source, queries))
-                grad_q[:, :, at] += parts[0]
-                grad_k[:, :, tile.keys] += parts[1]
-                grad_v[:, :, tile.keys] += parts[2]
-            home.add(source, grads)
+        q, k, v = ctx.saved_tensors[:3]
+        grad_q, home = _gradients(ctx.attend, ctx.saved_tensors, grad.transpose(1, 2))
         grad_keys, grad_values = home.home()
         return grad_q.transpose(1, 2).to(q.dtype), grad_keys.to(k.dtype), grad_values.to(v.dtype), None
+
+
+def _gradients(attend: Attend, saved: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, _RingHome | _ScatterHome]:
+    """That of the queries (B, h, T, D), and those of all keys and values, which have to be sent home."""
+    q, k, v, out, lse = saved
+    travel, home_kind = EXCHANGES[attend.context.exchange]
+    home = home_kind(attend.context.ring)
+    wide, queries = lse.dtype, q.transpose(1, 2)
+    delta = (out.to(wide) * grad.to(wide)).sum(-1)
+    grad_q = torch.zeros_like(q, dtype=wide).transpose(1, 2)
+    for source, held in travel((k, v), attend.context.ring):
+        keys, values = (x.transpose(1, 2) for x in held)
+        grads = [torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in held]
+        grad_k, grad_v = (x.transpose(1, 2) for x in grads)
+        for tile in attend.tiles(source):
+            at = tile.queries
+            inputs = grad[:, :, at], queries[:, :, at], keys[:, :, tile.keys], values[:, :, tile.keys]
+            whole = out[:, :, at], lse[:, :, at], delta[:, :, at]
+            by_q, by_k, by_v = blocks.backward(*inputs, whole, attend.masks(tile, source, queries))
+            grad_q[:, :, at] += by_q
+            grad_k[:, :, tile.keys] += by_k
+            grad_v[:, :, tile.keys] += by_v
+            del by_q, by_k, by_v  # or they would stand beside those of the next tile
+        home.add(source, grads)
+    return grad_q, home
 
 
 class ContextCore(nn.Module):

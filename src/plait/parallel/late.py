@@ -87,7 +87,8 @@ class _LateProduct(torch.autograd.Function):
         grad_x = grad @ weight
         if group is not None:
             pending = comm.start_reduce_scatter(grad_x, group) if split else comm.start_all_reduce(grad_x, group)
-        product = Product(ctx.parameter, x, grad, group if split else None)
+        # Detached: x knows its graph, at whose beginning stands what the stage received, with its gradient.
+        product = Product(ctx.parameter, x.detach(), grad, group if split else None)
         grad_weight = None if ctx.late.keeps(product) else product.compute()
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.biased else None
         if group is not None:
