@@ -56,7 +56,8 @@ def core(s: Stage, q: Sized, k: Sized, v: Sized, dim: int, value: int) -> Sized:
             y = _whole(s, q, k, v, dim, value)
         else:
             y = ring_attention(s, q, k, v, dim, value)
-            y = ops.copied(s.tape, y) if ulysses == 1 else y
+            apart = ulysses == 1 and q.elements > s.seat.tokens * dim  # heads: to lay them side by side is to copy
+            y = ops.copied(s.tape, y) if apart else y
         return exchange_tokens(s, y, value)
 
     return compute(q, k, v) if fused else s.part("attention", compute, q, k, v)

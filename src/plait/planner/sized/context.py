@@ -272,6 +272,7 @@ def _backward(ring: _Ring, saved: Saved, grad: Sized) -> Grads:
             travelling = [ops.like(t, x) for x in sums]
             del sums
         del grads
+    held = []
     if gather:
         wholes = [t.new(x.elements * ring.ranks, wide) for x in parts[0]]
         parts.clear()

@@ -76,7 +76,8 @@ def _chunked(s: Stage, x: Sized) -> list[Sized]:
     while left:
         own = min(size, left)
         left -= own
-        stays = by_weight is None and weight.width == s.wide and weight.gradients.keeps(weight.place)
+        tied_here = s.seat.run.model.tied and s.seat.stages.last == 0  # then it is added to the embedding's first
+        stays = by_weight is None and not tied_here and weight.width == s.wide and weight.gradients.keeps(weight.place)
         taken = _Taken(stays)
         part = Leaf(x.memory, own * hidden, x.width, taken, "x")
         alone = replace(

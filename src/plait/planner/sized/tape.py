@@ -8,6 +8,7 @@ nobody refers to it any more. Nothing here knows a model.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -116,6 +117,7 @@ class Tape:
 
     heap: Heap = field(default_factory=Heap)
     _hooks: list[Hooks] = field(default_factory=list)
+    _runs: list[_Run] = field(default_factory=list)
     _number: int = 0
 
     def new(self, elements: int, width: int) -> Sized:
@@ -124,6 +126,11 @@ class Tape:
     def gradient(self, weight: Leaf, width: int | None = None) -> Sized:
         """A tensor for a gradient of a weight; where it stays for good, it is no activation."""
         width = weight.width if width is None else width
+        whole = not self._runs or self._runs[-1].times.get(weight, 1) == 1
+        return self.whole_gradient(weight, width) if whole else self.new(weight.elements, width)
+
+    def whole_gradient(self, weight: Leaf, width: int) -> Sized:
+        """The same of one that nothing is added to before it is taken."""
         stays = width == weight.width and weight.gradients.keeps(weight.place)
         return Sized(Memory(weight.elements * width, None if stays else self.heap), weight.elements, width)
 
@@ -153,18 +160,23 @@ class Tape:
 
     def backward(self, roots: Sequence[Sized], gradients: Sequence[Sized]) -> None:
         """Gradients of everything that the roots came from, the latest operation first."""
-        run = _Run(self)
+        run = _Run(self, roots)
         for root, gradient in zip(roots, gradients, strict=True):
             run.give(root.node, root.slot, gradient)
         del gradients
+        self._runs.append(run)
         run.all()
+        self._runs.pop()
 
 
 class _Run:
-    """One backward pass: gradients that wait for their node."""
+    """One backward pass: gradients that wait for their node, or for others of a leaf that is read more than once."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, roots: Sequence[Sized]) -> None:
         self.tape = tape
+        self.times = _readings(roots)
+        self.missing = self.times.copy()
+        self.partial: dict[Leaf, Sized] = {}
         self.waiting: dict[int, list[Sized | None]] = {}
         self.ready: list[tuple[int, Node]] = []
 
@@ -208,17 +220,46 @@ class _Run:
         leaves = []
         for at, (maker, slot, _, _) in enumerate(node.inputs):
             gradient, found[at] = found[at], None
-            if gradient is None:
-                continue
             if isinstance(maker, Leaf):
                 leaves.append((maker, gradient))
-            else:
+            elif gradient is not None:
                 self.give(maker, slot, gradient)
-        del gradient
+        gradient = None
         while leaves:
-            leaf, gradient = leaves.pop(0)
+            self._deliver(*leaves.pop(0))
+
+    def _deliver(self, leaf: Leaf, gradient: Sized | None) -> None:
+        """To whoever takes it, once no other gradient of the leaf is missing."""
+        self.missing[leaf] -= 1
+        there = self.partial.pop(leaf, None)
+        if there is not None and gradient is not None:
+            makes = self.tape.gradient if self.missing[leaf] else self.tape.whole_gradient
+            gradient = makes(leaf, max(there.width, gradient.width))
+        elif gradient is None:
+            gradient = there
+        del there
+        if gradient is not None and self.missing[leaf]:
+            self.partial[leaf] = gradient
+        elif gradient is not None:
             leaf.gradients.add(leaf.place, gradient)
-            del gradient
+
+
+def _readings(roots: Sequence[Sized]) -> Counter[Leaf]:
+    """How often each leaf is read by what the roots came from."""
+    found: Counter[Leaf] = Counter()
+    seen: set[int] = set()
+    ahead = [root.node for root in roots if root.node is not None]
+    while ahead:
+        node = ahead.pop()
+        if node.number in seen:
+            continue
+        seen.add(node.number)
+        for maker, *_ in node.inputs:
+            if isinstance(maker, Leaf):
+                found[maker] += 1
+            elif maker is not None:
+                ahead.append(maker)
+    return found
 
 
 def _taken(found: list[Sized | None], at: int) -> Sized | None:
