@@ -43,7 +43,7 @@ def test_the_call_blocks_for_no_more_than_the_copy_and_5_ms(tmp_path: Path) -> N
     def job(world: World) -> list[tuple[float, float]]:
         training = prepare(a_run(1), world)
         list(train_steps(training))
-        group = training.mesh.group_on_cpu("world", "checkpoint")
+        group = training.mesh.group_beside("world")
         pairs = []
         for number in range(1, TRIES + 1):
             saver = Saver(tmp_path, group, keep=1)
@@ -68,7 +68,7 @@ def test_the_call_blocks_for_no_more_than_the_copy_and_5_ms(tmp_path: Path) -> N
 def test_twenty_steps_with_a_save_take_at_most_3_percent_more_and_the_copy(tmp_path: Path) -> None:
     def job(world: World) -> list[tuple[float, float, float]]:
         training = prepare(a_run(20 * 2 * TRIES + 1), world)
-        saver = Saver(tmp_path, training.mesh.group_on_cpu("world", "checkpoint"), keep=1)
+        saver = Saver(tmp_path, training.mesh.group_beside("world"), keep=1)
         steps, found = train_steps(training), []
         next(steps)
         for number in range(1, TRIES + 1):
@@ -96,7 +96,7 @@ def test_a_save_takes_no_longer_and_no_more_room_than_torchs_own(tmp_path: Path)
         training = prepare(a_run(1), world)
         list(train_steps(training))
         step = training.step
-        saver = Saver(tmp_path / "ours", training.mesh.group_on_cpu("world", "checkpoint"), keep=TRIES + 1)
+        saver = Saver(tmp_path / "ours", training.mesh.group_beside("world"), keep=TRIES + 1)
         same = {
             f"{state} {piece.placement.tensor.name} {piece.start} {world.rank}": part.clone()
             for state, parts in states_of(step).items()

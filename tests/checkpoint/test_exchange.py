@@ -50,7 +50,7 @@ def written(run: RunSpec, shelf: Path) -> None:
 
     def save(rank: int, world: int) -> None:
         mine = Rank.of(run)
-        saver = Saver(shelf, mine.mesh.group_on_cpu("world", "checkpoint"), keep=1)
+        saver = Saver(shelf, mine.mesh.group_beside("world"), keep=1)
         saver.start(states_of(mine.step), facts_of(mine.step, 1, None, "none"))
         saver.wait()
 
@@ -202,7 +202,7 @@ def test_b78_a_value_beyond_fp16_is_refused_and_nothing_is_left_under_the_name(t
     def save(rank: int, world: int) -> None:
         mine = Rank.of(run_of(PRESETS["llama-tiny"]))
         mine.step.masters[0][0] = 1e6
-        saver = Saver(tmp_path, mine.mesh.group_on_cpu("world", "checkpoint"), keep=1)
+        saver = Saver(tmp_path, mine.mesh.group_beside("world"), keep=1)
         saver.start(states_of(mine.step), facts_of(mine.step, 1, None, "none"))
         saver.wait()
 

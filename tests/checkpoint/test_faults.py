@@ -11,15 +11,23 @@ from typing import Any
 import pytest
 import torch
 
+from plait.checkpoint import save
 from plait.checkpoint.manifest import MANIFEST, read_manifest
+from plait.checkpoint.save import Saver
 from plait.checkpoint.shelf import expire, folders, held
+from plait.models.decoder import Decoder
 from plait.parallel.faults import POINTS
 from plait.parallel.launch import World, launch
+from plait.parallel.mesh import Mesh
+from plait.parallel.parallelize import parallelize
 from plait.spec.errors import BrokenCheckpoint, CheckpointMismatch, RankFailed, SaveFailed, UsageError
 from plait.spec.fit import fit
+from plait.spec.model import RopeScaling
 from plait.spec.run import CheckpointSpec, OptimSpec, RunSpec, TrainSpec
 from plait.train.job import train
-from plait.train.resume import Start
+from plait.train.resume import Start, refuse_changes
+from plait.train.states import facts_of, states_of
+from plait.train.step import Step
 from tests.fixtures import T0, run_of
 
 SAVING = [point for point in POINTS if point.startswith(("snapshot", "save"))]
@@ -152,8 +160,6 @@ def test_b70_a_failed_write_stops_all_ranks_and_leaves_the_checkpoints_before_it
     """As under `ulimit -f`: rank 1's file of step 2 may not grow. The first is whole, nothing of the second is left."""
     import resource
 
-    from plait.checkpoint import save
-
     plain = save._write
 
     def limited(path: Path, taken: Any, step: int) -> Any:
@@ -189,7 +195,7 @@ def test_only_the_newest_are_kept_and_broken_ones_do_not_count(tmp_path: Path) -
     newest = folders(shelf)[0]
     file = next(newest.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1])
-    expire(shelf, keep=1)
+    expire(shelf, keep=1, newest=newest)
     assert [path.name for path in folders(shelf)] == ["step-00000004", "step-00000003"], "the whole one stays"
 
 
@@ -217,6 +223,7 @@ def test_b72_another_model_optimizer_or_schedule_is_refused_unless_it_was_asked_
     with pytest.raises(UsageError, match=r"train\.steps: was 4, is 5"):
         go(start)
     assert go(start, frozenset({"train.steps"})).steps == 5
+    start = a_run(tmp_path / "other", 5, resume=str(whole), tp=2)
     slower = start.model_copy(update={"optim": start.optim.model_copy(update={"lr": 1e-3})})
     with pytest.raises(UsageError, match=r"optim\.lr: was 0.01, is 0.001"):
         go(slower, frozenset({"train.steps"}))
@@ -228,3 +235,87 @@ def test_b72_another_model_optimizer_or_schedule_is_refused_unless_it_was_asked_
     with pytest.raises(UsageError, match=r"lacks the optimizer's: momentum_buffer"):
         go(plain, keys)
     assert issubclass(CheckpointMismatch, UsageError)
+
+
+def test_a_model_with_another_rope_scaling_or_none_is_another_model(whole: Path) -> None:
+    facts = read_manifest(folders(whole / "checkpoints")[0]).facts
+    run = a_run(whole, tp=2)
+    longer = RopeScaling(kind="linear", factor=8.0)
+    scaled = run.model_copy(update={"model": T0.model_copy(update={"rope_scaling": longer})})
+    with pytest.raises(CheckpointMismatch, match=r"model\.rope_scaling: was None, is 'a table'"):
+        refuse_changes(facts, scaled, facts.data, frozenset())
+    refuse_changes(facts, scaled, facts.data, frozenset({"model.rope_scaling.factor"}))
+    refuse_changes(facts, run, facts.data, frozenset())
+
+
+def test_a_run_named_by_its_directory_goes_on_from_its_newest_whole_checkpoint(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(whole, folder)
+    (folders(folder / "checkpoints")[0] / MANIFEST).unlink()  # a save that was broken off
+    go(a_run(tmp_path / "other", 4, resume=str(folder), tp=2))
+    assert values(tmp_path / "other") == values(whole)
+
+
+def test_a_run_that_would_save_among_later_steps_of_another_is_refused(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(whole, folder)
+    for resume, at in ((str(folder / "checkpoints" / "step-00000002"), 2), (None, 0)):
+        with pytest.raises(UsageError, match=rf"holds step 4, and this run begins after step {at}"):
+            go(a_run(folder, resume=resume, tp=2))
+    assert len(folders(folder / "checkpoints")) == 4
+
+
+def test_a_file_of_the_user_s_own_beside_a_checkpoint_stays_and_stops_nothing(tmp_path: Path) -> None:
+    go(a_run(tmp_path, 1))
+    notes = tmp_path / "checkpoints" / "step-00000001" / "notes"
+    notes.mkdir()
+    (notes / "why.txt").write_text("a good one")
+    go(a_run(tmp_path, 3, keep=1), frozenset({"train.steps"}))
+    assert (notes / "why.txt").read_text() == "a good one"
+    assert [path.name for path in notes.parent.iterdir()] == ["notes"]
+    with pytest.raises(BrokenCheckpoint):
+        read_manifest(notes.parent)
+
+
+def test_a_run_with_nothing_left_to_do_keeps_the_times_that_it_measured(tmp_path: Path) -> None:
+    go(a_run(tmp_path, 2))
+    before = (tmp_path / "spans.jsonl").read_text()
+    go(a_run(tmp_path, 2))
+    assert (tmp_path / "spans.jsonl").read_text() == before != ""
+
+
+@pytest.mark.parametrize("fails", [RuntimeError("can't start new thread"), MemoryError()], ids=repr)
+def test_whatever_keeps_one_rank_from_writing_is_told_on_all(
+    fails: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = save._write
+
+    def write(path: Path, taken: Any, step: int) -> Any:
+        if taken.rank == 1:
+            raise fails
+        return plain(path, taken, step)
+
+    monkeypatch.setattr(save, "_write", write)
+
+    def attempt(world: World) -> str:
+        with pytest.raises(SaveFailed, match="could not be written by rank 1") as failed:
+            train(world, a_run(tmp_path, 1, tp=2), tmp_path)
+        return failed.value.message
+
+    one, other = launch(2, attempt, threads=1, timeout_s=30)
+    assert one == other and type(fails).__name__ in one
+
+
+def test_a_directory_that_is_not_shared_by_all_ranks_is_told_at_the_first_save(tmp_path: Path) -> None:
+    def attempt(world: World) -> str:
+        run = run_of(T0, tp=2)
+        mesh = Mesh(fit(run))
+        step = Step(run, mesh, parallelize(Decoder(run.model), mesh, run))
+        saver = Saver(tmp_path / f"node{world.rank}", mesh.group_beside("world"), keep=1)
+        saver.start(states_of(step), facts_of(step, 1, None, ""))
+        with pytest.raises(SaveFailed, match=r"all nodes must share train\.run_dir") as failed:
+            saver.wait()
+        return failed.value.message
+
+    one, other = launch(2, attempt, threads=1, timeout_s=30)
+    assert one == other and not list(tmp_path.glob("node*/*/manifest.json"))

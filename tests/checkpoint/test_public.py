@@ -7,13 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import plait
+from plait.checkpoint.manifest import read_manifest
 from plait.data import Samples, batch, rows_of
 from plait.parallel.launch import World, launch
 from plait.spec.errors import CheckpointMismatch, UsageError
 from plait.spec.fit import fit
 from plait.spec.model import ModelSpec
+from plait.spec.run import CheckpointSpec, PrecisionSpec, TrainSpec
+from plait.train.keep import keeping
+from plait.train.loop import prepare, train_steps
+from plait.train.resume import Start
 from tests.fixtures import B8, run_of
 
 SMALL = ModelSpec(vocab=64, hidden=16, layers=2, heads=2, kv_heads=2, ffn=24, max_sequence=16)
@@ -111,3 +117,77 @@ def test_restore_skips_what_is_broken_and_refuses_other_data_and_an_empty_place_
     one, other = on_two(job)
     assert one == other and one[:2] == ["1", f"skipped {tmp_path / 'step-00000002'}"]
     assert "the tokens are not those" in one[2] and one[3] == f"{tmp_path / 'none'} holds no whole checkpoint"
+
+
+def alone(**precision: Any) -> plait.Step:
+    """The step of a model on one device."""
+    run = run_of(SMALL).model_copy(update={"precision": PrecisionSpec(**precision)})
+    mesh = plait.Mesh(fit(run))
+    return plait.Step(run, mesh, plait.parallelize(plait.Decoder(run.model), mesh, run))
+
+
+def go(step: plait.Step, number: int) -> None:
+    samples = Samples(B8(), step.run.train.seed, shuffle=False)
+    step.update(step.backward(number, batch(samples, number - 1, step.run.batch.global_size)))
+
+
+def test_what_is_saved_stays_though_later_steps_stand_beside_it(tmp_path: Path) -> None:
+    step = alone()
+    for number in (10, 20, 30, 40):
+        plait.save(step, tmp_path, number)
+    assert plait.save(step, tmp_path, 11).is_dir()
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [f"step-{n:08d}" for n in (11, 20, 30, 40)]
+
+
+def test_moments_of_a_checkpoint_that_proves_damaged_are_forgotten(tmp_path: Path) -> None:
+    step = alone()
+    plait.save(step, tmp_path, 1)
+    go(step, 1)
+    (file,) = plait.save(step, tmp_path, 2).glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    other = alone()
+    assert plait.restore(other, tmp_path).step == 1
+    assert other.updates == 0 and not other.optimizer.state
+
+
+def test_a_loss_scale_goes_on_in_its_own_precision_alone(tmp_path: Path) -> None:
+    step = alone(compute="float16")
+    step.scale.value = 128.0
+    plait.save(step, tmp_path, 1)
+    same, wider = alone(compute="float16"), alone(compute="bfloat16")
+    plait.restore(same, tmp_path)
+    found = plait.restore(wider, tmp_path)
+    assert (same.scale.value, wider.scale.value) == (128.0, 1.0)
+    assert "changed since: precision.compute: was 'float16', is 'bfloat16'" in found.notices
+
+
+def test_another_global_batch_goes_on_with_the_next_sample(tmp_path: Path) -> None:
+    """3 batches of 8, then of 4: what comes is sample 24, none twice and none left out."""
+    run = run_of(SMALL).model_copy(
+        update={
+            "train": TrainSpec(steps=6, run_dir=str(tmp_path), eval_batches=0),
+            "checkpoint": CheckpointSpec(every=3),
+        }
+    )
+    for metrics in plait.steps(run):
+        if metrics.step == 4:
+            break  # what was being saved is saved, and the directory is free
+    smaller = run.model_copy(
+        update={
+            "batch": run.batch.model_copy(update={"global_size": 4}),
+            "train": run.train.model_copy(update={"resume": "auto"}),
+        }
+    )
+    with pytest.raises(CheckpointMismatch, match=r"batch\.global_size: was 8, is 4"):
+        next(plait.steps(smaller))
+    shelf = tmp_path / "checkpoints"
+    training = prepare(smaller, World(0, 1, 0, torch.device("cpu")), Start(changes=frozenset({"batch.global_size"})))
+    seen: list[int] = []
+    plain = training.step.backward
+    training.step.backward = lambda n, b: (seen.extend(b.samples.tolist()), plain(n, b))[1]  # type: ignore[method-assign]
+    with keeping(smaller, training.mesh, tmp_path, training.data.fingerprint) as training.keeper:
+        assert [metrics.step for metrics in train_steps(training)] == [4, 5, 6]
+    assert seen == list(range(24, 36))
+    assert read_manifest(shelf / "step-00000006").facts.samples == 36

@@ -57,7 +57,7 @@ def at_its_place(step: Step, act: Callable[[Tensor, Tensor], Any]) -> list[Any]:
 
 
 def save(step: Step, shelf: Path, number: int) -> None:
-    saver = Saver(shelf, step.mesh.group_on_cpu("world", "checkpoint"), keep=10)
+    saver = Saver(shelf, step.mesh.group_beside("world"), keep=10)
     saver.start(states_of(step), facts_of(step, number, None, "none"))
     saver.wait()
 

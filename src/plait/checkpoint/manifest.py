@@ -95,7 +95,8 @@ def write_manifest(manifest: Manifest) -> None:
         file.flush()
         os.fsync(file.fileno())
     building.rename(path)
-    _sync(manifest.folder)
+    for folder in (manifest.folder, manifest.folder.parent):
+        _sync(folder)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -145,5 +146,7 @@ def _plain(manifest: Manifest) -> dict[str, Any]:
 def _sync(folder: Path) -> None:
     """See the folder's entries to the disk."""
     handle = os.open(folder, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -172,11 +172,23 @@ class Saver:
     def _publish(self, folder: Path, facts: Facts, reports: list[dict[str, Any]]) -> dict[str, Any]:
         manifest = _manifest(folder, facts, reports)
         strike(0, facts.step, "save publishing")
+        _refuse_unseen(manifest)
         write_manifest(manifest)
         strike(0, facts.step, "save published")
-        clear(folder, {MANIFEST, *manifest.files})
-        expire(self.shelf, self.keep)
+        try:
+            clear(folder, {MANIFEST, *manifest.files})
+            expire(self.shelf, self.keep, folder)
+        except OSError as error:  # the checkpoint is there, and older ones are too many at worst
+            print(f"step {facts.step}: older checkpoints stay: {error}", file=sys.stderr, flush=True)
         return {}
+
+
+def _refuse_unseen(manifest: Manifest) -> None:
+    """Raise OSError where a file that some rank wrote is not here as it wrote it."""
+    for name, checksums in manifest.files.items():
+        path = manifest.folder / name
+        if not path.exists() or path.stat().st_size != checksums.size:
+            raise OSError(errno.ENOENT, "rank 0 does not see it: all nodes must share train.run_dir", str(path))
 
 
 def _attempt(act: Any) -> dict[str, Any]:
@@ -187,6 +199,8 @@ def _attempt(act: Any) -> dict[str, Any]:
         return {"error": f"{error.filename or ''}: {error.strerror or error}".strip(": "), "number": error.errno}
     except TrainingStopped as error:
         return {"error": error.message, "number": None, "stopped": True}
+    except Exception as error:  # the others wait for this rank's report, whatever it is
+        return {"error": f"{type(error).__name__}: {error}", "number": None}
 
 
 def _remove(folder: Path, name: str) -> dict[str, Any]:

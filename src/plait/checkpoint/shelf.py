@@ -8,9 +8,8 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from plait.spec.errors import BrokenCheckpoint, UsageError
 
 LOCK = "lock"
 _NAME = re.compile(r"step-(\d{8,})")
+_WRITTEN = re.compile(r"[0-9a-f]+-rank-\d+\.safetensors|.*\.building")
 
 
 def folder_of(shelf: Path, step: int) -> Path:
@@ -53,8 +53,10 @@ def candidates(place: Path) -> list[Path]:
     return folders(place) or folders(place / "checkpoints")
 
 
-def none_in(place: Path) -> str:
-    """How a path can mean no checkpoint: it is not there, or there is none in it."""
+def none_in(place: Path, found: Sequence[Path] = ()) -> str:
+    """How a path can mean no checkpoint: it is not there, there is none in it, or none of those found is whole."""
+    if found:
+        return f"{place} holds no checkpoint that is whole"
     return f"{place} holds no checkpoint" if place.exists() else f"{place} does not exist"
 
 
@@ -66,13 +68,17 @@ def newest(place: Path) -> Manifest:
         except BrokenCheckpoint:
             if len(found) == 1:
                 raise
-    raise UsageError(f"{place} holds no checkpoint that is whole" if found else none_in(place))
+    raise UsageError(none_in(place, found))
 
 
-def expire(shelf: Path, keep: int) -> list[Path]:
-    """Remove all but the `keep` newest complete checkpoints, and what interrupted saves left behind."""
+def expire(shelf: Path, keep: int, newest: Path) -> list[Path]:
+    """Remove all complete checkpoints up to `newest` but the last `keep`, and what interrupted saves left behind.
+
+    Later steps than that of `newest` are another run's, or damaged: they are left alone, and count for nothing.
+    """
     gone, kept = [], 0
-    for folder in folders(shelf):
+    found = folders(shelf)
+    for folder in found[found.index(newest) :]:
         try:
             names = {MANIFEST, *complete(folder).files}
         except BrokenCheckpoint:
@@ -86,14 +92,16 @@ def expire(shelf: Path, keep: int) -> list[Path]:
             clear(folder, names)
     for folder in gone:
         (folder / MANIFEST).unlink(missing_ok=True)  # first, so that a half-removed checkpoint is none
-        shutil.rmtree(folder, ignore_errors=True)
+        clear(folder, set())
+        if not any(folder.iterdir()):
+            folder.rmdir()
     return gone
 
 
 def clear(folder: Path, names: set[str]) -> None:
-    """Remove every file of a folder that is not one of `names`."""
+    """Remove every file that a save wrote into a folder and that is not one of `names`; what others put there stays."""
     for path in folder.iterdir():
-        if path.name not in names:
+        if _WRITTEN.fullmatch(path.name) and path.name not in names:
             path.unlink(missing_ok=True)
 
 

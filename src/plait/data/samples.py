@@ -99,11 +99,14 @@ class Samples:
         return found._replace(trained=np.zeros(len(found.tokens), bool))
 
 
-def batch(samples: Samples, step: int, global_size: int, rows: range | slice = slice(None)) -> Batch:
-    """The rows asked for of the global batch of `step` (from 0). Pure: every rank gets the same answer."""
+def batch(samples: Samples, step: int, global_size: int, rows: range | slice = slice(None), before: int = 0) -> Batch:
+    """The rows asked for of the global batch of `step` (from 0), of which the first begins `before` samples further on.
+
+    Pure: every rank gets the same answer.
+    """
     wanted: Sequence[int] = range(global_size)[rows] if isinstance(rows, slice) else rows
     assert wanted and min(wanted) >= 0 and max(wanted) < global_size, f"rows {rows} of a global batch of {global_size}"
-    numbers = [step * global_size + row for row in wanted]
+    numbers = [before + step * global_size + row for row in wanted]
     windows = [samples.window(number) for number in numbers]
     tokens = np.stack([w.tokens for w in windows])  # (rows, S + 1)
     ignored = np.stack([_ignored(w) for w in windows])

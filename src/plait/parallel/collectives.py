@@ -348,7 +348,7 @@ def gather_bytes(content: bytes, group: Group) -> list[bytes]:
     table = torch.zeros((group.size, longest), dtype=torch.uint8, device=lengths.device)
     table[group.rank, : len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     sum_in_place(table, group).wait()
-    return [bytes(row[:length].tolist()) for row, length in zip(table.cpu(), lengths.tolist(), strict=True)]
+    return [row[:length].numpy().tobytes() for row, length in zip(table.cpu(), lengths.tolist(), strict=True)]
 
 
 def tell_by_store(key: str, mine: str, ranks: Sequence[int], here: int, wait_s: float) -> dict[int, str]:

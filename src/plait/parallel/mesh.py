@@ -17,6 +17,8 @@ from plait.spec.errors import UsageError
 from plait.spec.layout import AXIS_OF, Coordinates, Layout
 
 TIMEOUT = timedelta(minutes=10)
+BESIDE = "beside"  # the purpose of groups for a thread beside training
+PATIENT = timedelta(days=1)  # beside training ranks wait for the slowest disk; who is gone is told by its connection
 
 
 class Mesh:
@@ -48,9 +50,10 @@ class Mesh:
             self._groups[key] = self._make(name, key)
         return self._groups[key]
 
-    def group_on_cpu(self, name: str, purpose: str) -> Group:
-        """The same for tensors on the CPU, whatever the device."""
-        return replace(self.group(name, purpose), device="cpu", backend="gloo")
+    def group_beside(self, name: str) -> Group:
+        """The same for a thread beside training: with tensors on the CPU, whatever the device, and a communicator that
+        is nobody else's."""
+        return replace(self.group(name, BESIDE), device="cpu", backend="gloo")
 
     def axes(self) -> dict[str, str]:
         """torch's name of each group made so far -> the axis under which its traffic is reported."""
@@ -72,4 +75,5 @@ class Mesh:
             return None
         if key == "world":
             return dist.group.WORLD
-        return dist.new_group(list(ranks), timeout=TIMEOUT, use_local_synchronization=True, group_desc=key)
+        timeout = PATIENT if key == f"{name}:{BESIDE}" else TIMEOUT
+        return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=key)

@@ -90,6 +90,8 @@ def _record_spans(training: Training, folder: Path | None) -> None:
     One clock on one machine; each node has its own beyond.
     """
     mesh = training.mesh
+    if not training.step.spans:  # nothing was left to do
+        return
     mine = [span.row() for span in training.step.spans]
     everyone = comm.gather_bytes(json.dumps(mine).encode(), mesh.group("world"))
     if folder is None or mesh.rank > 0:

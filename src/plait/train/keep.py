@@ -5,24 +5,23 @@ Whether to stop is agreed in the sum that every step makes anyway, so all ranks 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 from plait.checkpoint.save import Saver
 from plait.checkpoint.shelf import held
-from plait.parallel import collectives as comm
 from plait.parallel.collectives import Group
 from plait.parallel.faults import strike
 from plait.parallel.mesh import Mesh
 from plait.parallel.world import World
-from plait.spec.errors import Interrupted, UsageError
+from plait.spec.errors import Interrupted, PlaitError
 from plait.spec.run import RunSpec
+from plait.train.agree import told_by_first
 from plait.train.resume import CHECKPOINTS
 from plait.train.states import facts_of, states_of
 from plait.train.step import Step
@@ -36,7 +35,7 @@ class Keeper:
 
     def __init__(self, run: RunSpec, mesh: Mesh, shelf: Path, data: str) -> None:
         self.run, self.rank, self.data, self.shelf = run, mesh.rank, data, shelf
-        self.saver = Saver(shelf, mesh.group_on_cpu("world", "checkpoint"), run.checkpoint.keep)
+        self.saver = Saver(shelf, mesh.group_beside("world"), run.checkpoint.keep)
 
     def after(self, step: Step, number: int, loss: float, world: World) -> None:
         """Step `number` is done: save where a checkpoint is due. Raises Interrupted once a run that is to stop is safe.
@@ -61,6 +60,12 @@ class Keeper:
             asked = step.asked if step.asked > 1 else signal.SIGTERM  # another rank was asked
             raise Interrupted(asked, f"stopped after step {number} of {run.train.steps}, saved in {self.shelf}")
 
+    def settle(self) -> None:
+        """Wait for what is being saved, where the run ends for another cause: that one counts. A save that failed is
+        told by its thread."""
+        with suppress(PlaitError):
+            self.saver.wait()
+
 
 @contextmanager
 def keeping(run: RunSpec, mesh: Mesh, folder: Path | None, data: str) -> Iterator[Keeper | None]:
@@ -71,23 +76,32 @@ def keeping(run: RunSpec, mesh: Mesh, folder: Path | None, data: str) -> Iterato
     shelf = None if folder is None else (folder / CHECKPOINTS).absolute()
     writes = bool(run.checkpoint.every) or run.train.resume is not None
     with occupied(shelf, mesh.group("world"), writes) as told:
-        yield Keeper(run, mesh, told, data) if told else None
+        keeper = Keeper(run, mesh, told, data) if told else None
+        try:
+            yield keeper
+        except GeneratorExit:  # who left the loop early did so on all ranks: what is being saved is still good
+            _finish(keeper)
+            raise
+        _finish(keeper)
+
+
+def _finish(keeper: Keeper | None) -> None:
+    if keeper is not None:
+        keeper.saver.wait()
 
 
 @contextmanager
 def occupied(shelf: Path | None, group: Group, writes: bool = True) -> Iterator[Path | None]:
     """Rank 0's shelf, told to all ranks, and where the job writes there nobody else's meanwhile. Collective."""
     with ExitStack() as lock:
-        mine = {} if shelf is None else {"shelf": str(shelf)}
-        if mine and writes and group.rank == 0:
-            try:
-                lock.enter_context(held(Path(mine["shelf"])))
-            except UsageError as error:
-                mine = {"error": error.message, "hint": error.hint}
-        told = json.loads(comm.gather_bytes(json.dumps(mine).encode(), group)[0])
-        if "error" in told:
-            raise UsageError(told["error"], told["hint"])
-        yield Path(told["shelf"]) if told else None
+
+        def take() -> str | None:
+            if shelf is not None and writes:
+                lock.enter_context(held(shelf))
+            return None if shelf is None else str(shelf)
+
+        told = told_by_first(take, group)
+        yield None if told is None else Path(told)
 
 
 @contextmanager

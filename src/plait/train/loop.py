@@ -94,7 +94,7 @@ def steps(run: RunSpec) -> Iterator[Metrics]:
         training = prepare(run, world or World(0, 1, 0, on_device(device, 0)))
         with keeping(run, training.mesh, _kept_in(run), training.data.fingerprint) as training.keeper:
             yield from train_steps(training)
-    except Exception:
+    except (Exception, KeyboardInterrupt):
         joins = False  # to leave in order would wait for ranks that do not come
         raise
     finally:
@@ -116,7 +116,7 @@ def train_steps(training: Training) -> Iterator[Metrics]:
             metrics = _one_step(training, number)
         except TrainingStopped:  # on all ranks: what was being saved is still good
             if keeper is not None:
-                keeper.saver.wait()
+                keeper.settle()
             raise
         due = number == run.train.steps or (run.train.eval_every and number % run.train.eval_every == 0)
         wanted = due and not step.stopping
@@ -131,7 +131,7 @@ def _one_step(training: Training, number: int) -> Metrics:
     training.world.progress(number, "data")
     strike(mesh.rank, number, "data")
     rows = rows_of(run.batch.global_size, mesh.at.dp, mesh.layout.dp)
-    mine = batch(training.data.train, number - 1, run.batch.global_size, rows)
+    mine = batch(training.data.train, 0, run.batch.global_size, rows, before=step.samples)
 
     training.world.progress(number, "forward")
     with _counted(training):

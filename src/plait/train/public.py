@@ -14,8 +14,9 @@ from plait.checkpoint.shelf import folder_of
 from plait.parallel.collectives import missing_callers
 from plait.parallel.mesh import Mesh
 from plait.spec.errors import UsageError
+from plait.train.agree import told_by_first
 from plait.train.keep import occupied
-from plait.train.resume import Resumed, resume, told_by_first, whole_in
+from plait.train.resume import Resumed, named, resume, whole_in
 from plait.train.states import facts_of, states_of
 from plait.train.step import Step
 
@@ -44,7 +45,7 @@ def save(
     _expect_all(f"plait.save of step {number} to {place}", mesh, patience)
     facts = facts_of(step, number, loss if loss is not None and math.isfinite(loss) else None, data)
     with occupied(place, mesh.group("world")):
-        saver = Saver(place, mesh.group_on_cpu("world", "checkpoint"), step.run.checkpoint.keep)
+        saver = Saver(place, mesh.group_beside("world"), step.run.checkpoint.keep)
         saver.start(states_of(step), facts)
         saver.wait()
     return folder_of(place, number)
@@ -63,10 +64,10 @@ def restore(
     """
     mesh, where = step.mesh, Path(place)
     _expect_all(f"plait.restore of {where.absolute()}", mesh, patience)
-    paths, notices = told_by_first(lambda: whole_in(where), mesh.group("world"))
+    paths, notices = told_by_first(lambda: named(*whole_in(where)), mesh.group("world"))
     if not paths:
         raise UsageError("; ".join([f"{where} holds no whole checkpoint", *notices]), "plait show CHECKPOINT says more")
-    found = resume(step, paths, data, frozenset(changes))
+    found = resume(step, [Path(path) for path in paths], data, frozenset(changes))
     return Resumed(found.step, (*notices, *found.notices))
 
 

@@ -49,7 +49,7 @@ def facts_of(step: Step, number: int, loss: float | None, data: str) -> Facts:
     return Facts(
         step=number,
         updates=step.updates,
-        samples=number * run.batch.global_size,
+        samples=step.samples,
         loss=loss,
         scale={name: getattr(step.scale, name) for name in SCALE},
         run=run.model_dump(mode="json"),
@@ -66,6 +66,7 @@ def take_up(step: Step, source: Source) -> None:
     moments = MOMENTS[run.optim.name](run.optim) if facts.updates else ()
     refuse_mismatch(source.manifest, shapes_of(run), moments)
     take_weights(step, source.read)
+    step.optimizer.state.clear()  # of a checkpoint that turned out to be damaged half-way
     pieces = [piece for piece, _ in step.states.masters()]
     for piece, master in zip(pieces, step.masters, strict=True) if facts.updates else ():
         state: dict[str, Tensor] = {name: torch.empty_like(master) for name in moments}
@@ -74,9 +75,10 @@ def take_up(step: Step, source: Source) -> None:
         if run.optim.name in COUNTS:
             state["step"] = torch.tensor(float(facts.updates), device=master.device)
         step.optimizer.state[master] = state
-    step.updates = facts.updates
-    for name in SCALE:
-        setattr(step.scale, name, type(getattr(step.scale, name))(facts.scale[name]))
+    step.updates, step.samples = facts.updates, facts.samples
+    if facts.run["precision"]["compute"] == run.precision.compute:  # another dtype begins with a scale of its own
+        for name in SCALE:
+            setattr(step.scale, name, type(getattr(step.scale, name))(facts.scale[name]))
 
 
 @torch.no_grad()

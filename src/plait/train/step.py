@@ -53,11 +53,13 @@ class Sums(NamedTuple):
 
 
 class Step:
-    """The steps of one rank. `updates` counts optimizer updates; a step that was skipped is not one."""
+    """The steps of one rank. `samples` counts those that were taken, and `updates` the optimizer's updates: a step that
+    was skipped is none.
+    """
 
     def __init__(self, run: RunSpec, mesh: Mesh, parallel: Parallel) -> None:
         self.run, self.mesh, self.stages = run, mesh, parallel.stages
-        self.updates = 0
+        self.samples = self.updates = 0
         self.asked = 0  # the signal that asks this rank to stop, or 1 where it has another reason
         self.stopping = False  # whether any rank was asked: known to all since the last sum over the world
         self.spans: list[Span] = []
@@ -81,6 +83,7 @@ class Step:
     def backward(self, step: int, batch: Batch) -> Sums:
         """Raw gradients of this rank's rows of the global batch, summed over every group."""
         self.states.begin()
+        self.samples += self.run.batch.global_size
         labels = (batch.labels[:, self.tokens] != IGNORED).sum().to(self.mesh.device)
         denominators = Denominators({"loss": labels}, self.domain, self.scale.value, self.fixed)
         self._begin(step, batch, denominators)
