@@ -188,6 +188,16 @@ def test_two_jobs_in_one_directory_are_refused_and_the_first_goes_on(tmp_path: P
     go(a_run(tmp_path))
 
 
+def test_a_second_job_that_is_refused_leaves_the_run_that_is_written_there(tmp_path: Path) -> None:
+    go(a_run(tmp_path, 1))
+    before = (tmp_path / "run.toml").read_text()
+    with held(tmp_path / "checkpoints"), pytest.raises(UsageError, match="writes its checkpoints"):
+        go(a_run(tmp_path, 3), frozenset({"train.steps"}))
+    assert (tmp_path / "run.toml").read_text() == before
+    go(a_run(tmp_path, 3), frozenset({"train.steps"}))
+    assert "steps = 3" in (tmp_path / "run.toml").read_text() and "steps = 1" in before
+
+
 def test_only_the_newest_are_kept_and_broken_ones_do_not_count(tmp_path: Path) -> None:
     go(a_run(tmp_path, 4, keep=2))
     shelf = tmp_path / "checkpoints"

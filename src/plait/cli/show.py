@@ -20,6 +20,7 @@ from plait.checkpoint.shelf import candidates
 from plait.cli.run import Json, Words, read_run, settled, with_options
 from plait.spec.errors import BrokenCheckpoint, UsageError
 from plait.spec.fit import fit
+from plait.spec.load import RUN_FILE
 
 PICTURES = ("layout", "schedule", "memory")  # `plait.report.<name>` defines `picture_<name>(run, layout)`
 SPANS = "spans.jsonl"
@@ -161,7 +162,7 @@ def _checkpoint(folder: Path) -> Picture:
 def _without_spans(folder: Path, found: Sequence[Path]) -> tuple[str, str]:
     """What a directory is that has no measured timeline, and what can be shown in its place."""
     newest = f"plait show {found[0]}" if found else ""
-    if (folder / "run.toml").exists():
+    if (folder / RUN_FILE).exists():
         ended = f"{folder} has no {SPANS}, which a run writes when it comes to its end"
         return ended, f"its newest checkpoint: {newest}" if newest else f"go on with plait train {folder}/run.toml"
     if found:

@@ -21,7 +21,7 @@ from plait.cli.run import Json, Words, changed_by, need_torch, read_run, settled
 from plait.spec.errors import RankFailed, UsageError
 from plait.spec.families import from_hf_config
 from plait.spec.fit import fit
-from plait.spec.load import dump
+from plait.spec.load import RUN_FILE, dump
 from plait.spec.model import ModelSpec
 from plait.spec.run import RunSpec
 
@@ -149,7 +149,8 @@ def _launch(job: Job, restarts: int) -> Summary | None:
 
 
 def _make_folder(run: RunSpec) -> Path:
-    """The run's directory, with the complete run in it. A name of ours is free; one that was given may be there."""
+    """The run's directory, with the complete run in it unless another is: that is replaced by the job that may write
+    there. A name of ours is free; one that was given may be there."""
     given = run.train.run_dir
     stem = Path(given or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
     folder, number = stem, 1
@@ -161,7 +162,8 @@ def _make_folder(run: RunSpec) -> Path:
         raise UsageError(f"train.run_dir: {folder} already holds a run", hint)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "run.toml").write_text(dump(run), encoding="utf-8")
+        if not (folder / RUN_FILE).exists():
+            (folder / RUN_FILE).write_text(dump(run), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"train.run_dir: {folder} cannot be written: {error}") from error
     print(f"run directory: {folder}", file=sys.stderr)

@@ -17,7 +17,7 @@ from plait.schedule import Span, Timeline, draw
 from plait.schedule.trace import trace
 from plait.spec.errors import UsageError
 from plait.spec.fit import fit
-from plait.spec.load import load
+from plait.spec.load import RUN_FILE, load
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RunPicture:
 def picture_run(folder: Path) -> RunPicture:
     """Plan and measurement of a run's directory. Raises UsageError where a file is missing or cannot be understood."""
     spans = read_spans(folder / "spans.jsonl")
-    run = load(folder / "run.toml")
+    run = load(folder / RUN_FILE)
     layout = fit(run, len(spans))
     ranks = layout.group("pp", 0)
     return RunPicture(picture_schedule(run, layout), Timeline.of(spans[rank] for rank in ranks), ranks)

@@ -22,6 +22,8 @@ from plait.spec.keys import Key, Origins, Table, key_of, known_part, lines_of, m
 from plait.spec.presets import PRESETS
 from plait.spec.run import RunSpec
 
+RUN_FILE = "run.toml"  # the complete run, in its directory
+
 BOUNDS = "numbers have at most 4300 digits, and a value nests a few levels at most"
 PRESET: Key = ("model", "preset")
 BUILTIN: Mapping[str, str] = {"preset": "builtin"}  # the model of a run that says nothing of it

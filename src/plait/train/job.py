@@ -21,6 +21,7 @@ from plait.parallel.weights import gather_buffers, gather_whole, pieces_held
 from plait.parallel.world import World
 from plait.schedule import Span, Timeline
 from plait.schedule.trace import trace
+from plait.spec.load import RUN_FILE, dump
 from plait.spec.run import RunSpec
 from plait.spec.units import format_bytes, format_count
 from plait.train.keep import heeding_signals, keeping
@@ -49,6 +50,8 @@ def train(world: World, run: RunSpec, folder: Path | None, start: Start = ANEW) 
         _sinks(training, folder) as sinks,
         heeding_signals(training.step, world),
     ):
+        if folder is not None and world.rank == 0:
+            (folder / RUN_FILE).write_text(dump(run), encoding="utf-8")
         for metrics in train_steps(training):
             history.append(metrics)
             for sink in sinks:
