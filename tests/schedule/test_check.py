@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from plait.schedule import Action, Kind, Message, Program, Schedule, check, generate, lower
+from plait.schedule import Action, Kind, Message, Program, Schedule, check, forward_of, generate, lower
 from plait.spec.errors import InvalidSchedule
 
 F, B, W, BW = Kind.F, Kind.B, Kind.W, Kind.BW
@@ -102,7 +102,7 @@ def test_receives_posted_too_late_are_refused_if_sends_may_block() -> None:
 
 def test_a_backward_has_no_place_in_an_evaluation() -> None:
     with pytest.raises(InvalidSchedule, match=r"rank 3: BW\(stage 3, micro 0\) has no place in an evaluation"):
-        check(changed(3, lambda p: p.append(Action(BW, 3, 0)), lower(generate("forward", 4, 4))))
+        check(changed(3, lambda p: p.append(Action(BW, 3, 0)), lower(forward_of(generate("gpipe", 4, 4)))))
 
 
 def test_split_and_joined_passes_are_checked_alike() -> None:

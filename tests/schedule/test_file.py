@@ -21,7 +21,7 @@ def read(folder: Path, text: str) -> Schedule:
     return from_file(read_file(str(path)))
 
 
-@pytest.mark.parametrize("name", set(GENERATORS) - {"forward"})
+@pytest.mark.parametrize("name", GENERATORS)
 @pytest.mark.parametrize("micro_batches", [1, 5, 9])
 def test_a_schedule_that_is_written_and_read_is_the_same(name: str, micro_batches: int, tmp_path: Path) -> None:
     schedule = generate(name, 4, micro_batches)

@@ -6,18 +6,22 @@ from itertools import pairwise
 
 import pytest
 
-from plait.schedule import Action, Costs, Kind, Message, Span, Timeline, check, generate, lower, simulate
+from plait.schedule import Action, Costs, Kind, Message, Span, Timeline, check, forward_of, generate, lower, simulate
 from plait.spec.pipeline import SHAPES
 
 
 def test_a_link_delays_the_consumer_and_nobody_else() -> None:
-    simulated = simulate(lower(generate("forward", 2, 3)), Costs(f=(2.0, 1.0), b=(0.0,) * 2, w=(0.0,) * 2, link=(0.5,)))
+    simulated = simulate(
+        lower(forward_of(generate("gpipe", 2, 3))), Costs(f=(2.0, 1.0), b=(0.0,) * 2, w=(0.0,) * 2, link=(0.5,))
+    )
     assert [(span.start, span.end) for span in simulated.compute[0]] == [(0, 2), (2, 4), (4, 6)]
     assert [(span.start, span.end) for span in simulated.compute[1]] == [(2.5, 3.5), (4.5, 5.5), (6.5, 7.5)]
 
 
 def test_messages_of_one_channel_follow_each_other_on_a_slow_link() -> None:
-    simulated = simulate(lower(generate("forward", 2, 3)), Costs(f=(1.0, 1.0), b=(0.0,) * 2, w=(0.0,) * 2, link=(3.0,)))
+    simulated = simulate(
+        lower(forward_of(generate("gpipe", 2, 3))), Costs(f=(1.0, 1.0), b=(0.0,) * 2, w=(0.0,) * 2, link=(3.0,))
+    )
     assert [(span.start, span.end) for span in simulated.network[0]] == [(1, 4), (4, 7), (7, 10)]
     assert simulated.step == 11
 
@@ -25,7 +29,10 @@ def test_messages_of_one_channel_follow_each_other_on_a_slow_link() -> None:
 def test_a_transfer_waits_for_its_receive_to_be_posted() -> None:
     """Rank 1 posts the receive of micro-batch 2 only when it starts with micro-batch 1, long after it was sent."""
     costs = Costs(f=(1.0, 10.0), b=(0.0,) * 2, w=(0.0,) * 2, link=(0.5,))
-    forward, sends = lower(generate("forward", 2, 3)), [Action.send(Message(0, 1, micro)) for micro in range(3)]
+    forward, sends = (
+        lower(forward_of(generate("gpipe", 2, 3))),
+        [Action.send(Message(0, 1, micro)) for micro in range(3)],
+    )
     receive = Action.receive(sends[2].message)
     late = [action for action in forward.programs[1] if action != receive]
     late.insert(late.index(Action(Kind.F, 1, 1)), receive)

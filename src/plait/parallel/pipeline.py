@@ -5,8 +5,9 @@
 | the list of blocks | a message per boundary    | a message back of the     | Decoder.blocks, both ends |
 |                    | and micro-batch           | same size                 |                           |
 
-Receives are posted where the schedule says (before they are needed), sends do not block, and each direction between
-ranks has a communicator of its own. It knows nothing of what a stage computes.
+Receives are posted where the schedule says (before they are needed), a send waits only for one that was started
+`SENDS_IN_FLIGHT` per rank before it, and each direction between ranks has a communicator of its own. It knows nothing
+of what a stage computes.
 """
 
 from __future__ import annotations

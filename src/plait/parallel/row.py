@@ -122,6 +122,8 @@ class Row:
         """Start a step without any gradient."""
         self._filled = [False] * len(self._filled)
         self._sum = None
+        if self._collected is None:  # nobody needs last step's: they are freed before the forward
+            self._views = [None] * len(self._views)
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add to the gradient of the `index`-th member. The first of a step is copied, which spares zeroing."""

@@ -19,7 +19,7 @@ class Kind(StrEnum):
     W = "W"  # gradient with respect to the stage's weights
     BW = "BW"  # both gradients in one pass
     FB = "FB"  # F of one micro-batch run together with BW of another
-    SEND = "SEND"  # start a send; never waits
+    SEND = "SEND"  # start a send; nothing waits for it, but for one of long ago where very many are on their way
     RECV = "RECV"  # post a receive; its consumer waits, not the action itself
     DROP = "DROP"  # the stage's gathered weights may go (the next compute action of the stage gathers them again)
     REDUCE = "REDUCE"  # start to reduce over the stage's replicas what its gradients gathered since the last REDUCE

@@ -61,11 +61,6 @@ class Generator:
         return self.idle(size, seconds) / (size.micro_batches * sum(seconds))
 
 
-def forward(size: Size) -> Schedule:
-    """Evaluation of one stage per rank. For any other placement, take `forward_of` the training schedule."""
-    return forward_of(gpipe(size))
-
-
 def forward_of(schedule: Schedule) -> Schedule:
     """The forwards of a compute-only schedule in their order: the same stages in the same places, without backward."""
     programs = tuple(
@@ -155,7 +150,6 @@ GENERATORS: dict[str, Generator] = {
         lambda size, seconds: size.micro_batches >= 2 * size.ranks and seconds.f == seconds.b >= seconds.w,
         peak_late=lambda size, rank: min(2 * size.micro_batches, rank + 1),
     ),
-    "forward": Generator(forward, _fill_and_drain, lambda size, rank: 0),
 }
 
 
@@ -166,7 +160,7 @@ def generate(name: str, ranks: int, micro_batches: int, chunks: int | None = Non
         near = get_close_matches(name, GENERATORS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(GENERATORS)
         raise UsageError(f"schedule.name: unknown schedule {name!r}", hint)
-    shape = SHAPES.get(name, SHAPES["gpipe"])
+    shape = SHAPES[name]
     chunks = shape.chunks if chunks is None else chunks
     for what, value in (("pp", ranks), ("micro-batches", micro_batches), ("schedule.chunks", chunks)):
         if value < 1:

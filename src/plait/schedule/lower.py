@@ -2,7 +2,8 @@
 
 What the added actions mean, and where they stand:
 
-- SEND starts a send and returns. It stands right after the compute action that produced the message.
+- SEND starts a send and returns, or where `SENDS_IN_FLIGHT` a rank are on their way, once the oldest is gone. It stands
+  right after the compute action that produced the message.
 - RECV posts a receive and returns; the consumer waits for it. It stands before the compute action that precedes its
   consumer, so a transfer has a whole action to hide behind, or earlier where one of two rules asks for it. Messages of
   one channel (sending rank, receiving rank) are received in the order in which they are sent. And a receive is posted

@@ -130,6 +130,7 @@ def _summary(training: Training, history: list[Metrics], folder: Path | None) ->
         run_dir=None if folder is None else str(folder),
         bigram_loss=training.data.bigram() if evaluated is not None else None,
         sample=text,
+        first=training.done + 1,
     )
 
 
@@ -150,7 +151,8 @@ def _sample(training: Training) -> str | None:
 
 def closing(summary: Summary) -> list[str]:
     """The end of a run in words."""
-    lines = [f"{summary.steps} steps, loss {summary.loss_first:.4f} to {summary.loss_last:.4f}"]
+    done = f"{summary.steps} steps" if summary.first == 1 else f"steps {summary.first} to {summary.steps}"
+    lines = [f"{done}, loss {summary.loss_first:.4f} to {summary.loss_last:.4f}"]
     if summary.eval_loss is not None:
         bigram = "" if summary.bigram_loss is None else f" (a bigram table: {summary.bigram_loss:.4f})"
         lines.append(f"validation loss {summary.eval_loss:.4f} nats/token{bigram}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -110,6 +111,8 @@ def heeding_signals(step: Step, world: World) -> Iterator[None]:
 
     def heed(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and step.asked == signal.SIGINT:
+            if world.rank == 0:
+                os.write(sys.stderr.fileno(), b"stopped at once: what was not saved is lost\n")
             os._exit(Interrupted.exit_code)
         step.asked = number
 

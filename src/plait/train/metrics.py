@@ -52,7 +52,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Summary:
-    """The whole run, as `plait train --json` prints it; the last two are for people only."""
+    """The whole run, as `plait train --json` prints it; the last three are for people only."""
 
     steps: int
     loss_first: float
@@ -68,10 +68,11 @@ class Summary:
     run_dir: str | None
     bigram_loss: float | None = None
     sample: str | None = None
+    first: int = 1  # step of this run of the program
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {name: value for name, value in asdict(self).items() if name not in ("bigram_loss", "sample")}
+        return {name: value for name, value in asdict(self).items() if name not in ("bigram_loss", "sample", "first")}
 
 
 def peak_memory(device: torch.device) -> int:
