@@ -61,7 +61,7 @@ class Pipeline:
             Kind.REDUCE: self._reduce,
             Kind.DROP: self._drop,
         }
-        self._arrived: dict[Message, Tensors | list[Transfer]] = {}
+        self._arrived: dict[Message, list[Transfer]] = {}
         self._leaving: dict[Message, Tensors] = {}
         self._in_flight: deque[Transfer] = deque()
         self._completing: frozenset[Action] = frozenset()  # each stage's last weight gradients before a reduction
@@ -187,17 +187,15 @@ class Pipeline:
         return self.up if target > source else self.down
 
     def _take(self, schedule: Schedule, action: Action) -> Tensors:
-        tensors: Tensors = ()
-        for message in schedule.inputs(action):
-            arrived = self._arrived.pop(message)
-            tensors = arrived if isinstance(arrived, tuple) else tuple(transfer.wait() for transfer in arrived)
-        return tensors
+        return tuple(x.wait() for message in schedule.inputs(action) for x in self._arrived.pop(message))
 
     def _give(self, schedule: Schedule, action: Action, tensors: Tensors, expected: Signature) -> None:
         for message in schedule.outputs(action):
             _check_signature(message, tensors, expected)
-            waiting = self._leaving if schedule.crosses(message) else self._arrived
-            waiting[message] = tensors
+            if schedule.crosses(message):
+                self._leaving[message] = tensors
+            else:
+                self._arrived[message] = [Transfer(x, []) for x in tensors]
 
 
 def _message(action: Action) -> Message:

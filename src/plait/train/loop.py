@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,13 +61,20 @@ def prepare(run: RunSpec, world: World, start: Start = ANEW) -> Training:
     data = open_data(run.data, run.batch.sequence, run.train.seed, run.model.vocab)
     _same_data(data, mesh)
     paths, notices = places(run, mesh.group("world"))
-    parallel = parallelize(Decoder(run.model), mesh, run, _nothing if paths or start.weights else None)
+    take_up = _beginning(paths, start, data)
+    parallel = parallelize(Decoder(run.model), mesh, run, None if take_up is None else _nothing)
     step = Step(run, mesh, parallel)
-    at = resume(step, paths, data.fingerprint, start.changes) if paths else Resumed(0, ())
-    if start.weights is not None and not paths:
-        at = Resumed(0, (begin(step, start.weights),))
+    at = Resumed(0, ()) if take_up is None else take_up(step)
     watch = Watch(parallel, mesh.device)
     return Training(run, world, mesh, data, parallel, step, watch, at.step, (*notices, *at.notices))
+
+
+def _beginning(paths: list[Path], start: Start, data: Data) -> Callable[[Step], Resumed] | None:
+    """What takes the place of first values: a checkpoint of the run, else somebody's weights, else nothing does."""
+    weights = start.weights
+    if paths:
+        return lambda step: resume(step, paths, data.fingerprint, start.changes)
+    return None if weights is None else lambda step: Resumed(0, (begin(step, weights),))
 
 
 def _nothing(tensor: TensorSpec, rectangle: Rectangle) -> Tensor:
