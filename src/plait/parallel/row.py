@@ -149,7 +149,7 @@ class Row:
         if self.buffer.padding:
             self._zero_padding(self._collected)
         flat = self._collected.to(self.dtypes.reduce)
-        if self.keeps_whole and self.shard is None:
+        if self.shard is None:
             self._reducing = comm.sum_in_place(flat, self.sharing.repeat)
         else:
             self._reducing = comm.sum_to_shards(flat, self.sharing.reduce)
@@ -185,7 +185,7 @@ class Row:
     def start_repeat(self) -> Transfer | None:
         """Begin to sum over the ranks that hold the same shard, once a step."""
         self.settle()
-        if self._sum is None or self.sharing.repeat.size == 1 or (self.keeps_whole and self.shard is None):
+        if self._sum is None or self.sharing.repeat.size == 1 or self.shard is None:
             return None
         return comm.sum_in_place(self._sum.to(self.dtypes.reduce), self.sharing.repeat)
 
