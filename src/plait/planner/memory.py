@@ -91,20 +91,36 @@ def live_stages(job: Job, pp: int) -> float:
     return _live_stages(job.schedule, Size(job.pp, job.micro_batches, job.chunks), pp)
 
 
-def _in_flight(ground: Ground, job: Job, pp: int, kept: float) -> float:
-    """Bytes per token of all micro-batches that a position holds, where each keeps `kept`: from F to B that, and from B
-    to W, where a schedule parts them, each linear's input and output gradient if those are more."""
+class _Flight(NamedTuple):
+    """Micro-batches of a position that are live, and that wait for W after their B, with the bytes per token of what
+    waits: each linear's input and output gradient."""
+
+    live: float
+    late: float
+    waiting: float
+
+    def bytes(self, kept: float) -> float:
+        """Per token of all micro-batches that are held, where each keeps `kept` from F to B, and from B to W that or
+        what waits, if it is more."""
+        return self.live * kept + self.late * max(0.0, self.waiting - kept)
+
+
+def _flight(ground: Ground, job: Job, pp: int) -> _Flight:
     size = Size(job.pp, job.micro_batches, job.chunks)
     late = GENERATORS[job.schedule].peak_late(size, pp) / size.chunks
-    held = live_stages(job, pp) * kept
-    if not late:
-        return held
-    shape, grain = ground.shape, _Grain.of(job)
-    kinds = shape.kinds_of_positions(job.place)[pp]
+    waiting = _waiting(ground, _frame(job), job.sequence_parallel, pp) if late else 0.0
+    return _Flight(live_stages(job, pp), late, waiting)
+
+
+@lru_cache(maxsize=65536)
+def _waiting(ground: Ground, frame: Job, sequence_parallel: bool, pp: int) -> float:
+    """Of the blocks of a position, and on the last of the projection onto the vocabulary."""
+    shape, grain = ground.shape, _Grain.of(frame)._replace(sequence_parallel=sequence_parallel)
+    kinds = shape.kinds_of_positions(frame.place)[pp]
     waiting = sum(count * _late_bytes(shape, block, grain) for block, count in zip(shape.kinds, kinds, strict=True))
-    if pp == job.place.owners[-1]:  # the projection onto the vocabulary
-        waiting += grain.width * (_entry(shape, grain) + shape.spec.vocab / job.tp)
-    return held + late * max(0.0, waiting - kept)
+    if pp == frame.place.owners[-1]:
+        waiting += grain.width * (_entry(shape, grain) + shape.spec.vocab / frame.tp)
+    return waiting
 
 
 # Role of a matrix whose gradient may wait for W -> whether tp cuts its output. "row" is cut along its input instead.
@@ -139,7 +155,7 @@ def stage_bytes(ground: Ground, job: Job, pp: int) -> StageBytes:
     lines = (
         *fixed.states,
         fixed.gathered,
-        _in_flight(ground, job, pp, kept) * tokens,
+        _flight(ground, job, pp).bytes(kept) * tokens,
         working * tokens,
         fixed.logits * tokens,
         fixed.workspace + fixed.flowing * tokens,
@@ -154,11 +170,10 @@ def peaks(ground: Ground, job: Job, pp: int, modes: Sequence[str]) -> list[float
     fixed, grain = _fixed(ground, _frame(job), pp), _Grain.of(job)
     moving = (fixed.logits + fixed.flowing) * tokens + _communication(ground.shape, job)
     always = sum(fixed.states) + fixed.gathered + fixed.workspace + moving
-    found = []
+    flight, found = _flight(ground, job, pp), []
     for mode in modes:
         kept, working = _activations(ground, grain._replace(recompute=mode), fixed.kinds)
-        flying = _in_flight(ground, job, pp, kept)
-        found.append((always + (flying + working) * tokens) * (1 + stack.fragments) + stack.context)
+        found.append((always + (flight.bytes(kept) + working) * tokens) * (1 + stack.fragments) + stack.context)
     return found
 
 
