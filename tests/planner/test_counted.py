@@ -48,6 +48,8 @@ NAMED: dict[str, str] = {
         optim.name=sgd""",
     "keys gathered before W": """layout.pp=2 layout.cp=2 layout.context=gather schedule.name=dualpipe-v
         model.kv_heads=4 batch.global_size=4 batch.sequence=256 model.max_sequence=512""",
+    "keys gathered, and recomputed once": "layout.cp=2 layout.context=gather recompute.mode=full batch.global_size=4",
+    "keys of a ring, recomputed once": "layout.cp=2 recompute.mode=full batch.global_size=4",
 }
 
 

@@ -239,8 +239,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v = ctx.saved_tensors[:3]
-        grad_q, home = _gradients(ctx.attend, ctx.saved_tensors, grad.transpose(1, 2))
+        saved = ctx.saved_tensors  # asked for once: what is recomputed would be computed again
+        q, k, v, *_ = saved
+        grad_q, home = _gradients(ctx.attend, saved, grad.transpose(1, 2))
         grad_keys, grad_values = home.home()
         return grad_q.transpose(1, 2).to(q.dtype), grad_keys.to(k.dtype), grad_values.to(v.dtype), None
 
