@@ -256,6 +256,19 @@ def test_functions_nest_shallowly() -> None:
     assert {name: depth for name, depth in depths.items() if depth > LEVELS} == {}
 
 
+# --- autograd -------------------------------------------------------------------------------------------------------
+
+
+def test_no_backward_asks_twice_for_what_was_saved() -> None:
+    """Each asking unpacks: what is recomputed would be computed again."""
+    asked = {
+        name: sum(isinstance(part, ast.Attribute) and part.attr == "saved_tensors" for part in ast.walk(node))
+        for name, node, _ in functions()
+    }
+    assert any(asked.values())
+    assert {name: times for name, times in asked.items() if times > 1} == {}
+
+
 # --- words ----------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,8 @@ the bytes at the peak."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
 from plait.planner.seat import Seat
@@ -48,8 +50,6 @@ NAMED: dict[str, str] = {
         optim.name=sgd""",
     "keys gathered before W": """layout.pp=2 layout.cp=2 layout.context=gather schedule.name=dualpipe-v
         model.kv_heads=4 batch.global_size=4 batch.sequence=256 model.max_sequence=512""",
-    "keys gathered, and recomputed once": "layout.cp=2 layout.context=gather recompute.mode=full batch.global_size=4",
-    "keys of a ring, recomputed once": "layout.cp=2 recompute.mode=full batch.global_size=4",
 }
 
 
@@ -57,6 +57,12 @@ NAMED: dict[str, str] = {
 @pytest.mark.parametrize("name", NAMED)
 def test_the_planned_peak_is_the_counted_one_but_for_numbers_of_tokens(name: str) -> None:
     assert_planned_is_counted(load(None, ["batch.micro_size=2", *NAMED[name].split()]), within=1e-3)
+
+
+@pytest.mark.parametrize("context", ["ring", "gather"])
+def test_attention_over_context_ranks_is_recomputed_once(context: Literal["ring", "gather"]) -> None:
+    words = "layout.cp=2 recompute.mode=full model.layers=1 batch.global_size=2 batch.micro_size=2 batch.sequence=32"
+    assert_planned_is_counted(load(None, [*words.split(), f"layout.context={context}"]), within=1e-2)
 
 
 def assert_planned_is_counted(run: RunSpec, within: float) -> None:
